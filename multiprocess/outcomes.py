@@ -6,6 +6,10 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+LOST = 256
+"""Exit code of a rank whose forkserver ended before it could report one. No process
+ends with this code."""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -152,7 +156,7 @@ class RankOutcome:
     """Traceback on the rank."""
 
     exit_code: int | None = None
-    """Exit code of a process that exited."""
+    """Exit code of a process that exited; ``LOST`` if only its forkserver knew it."""
 
     signal: str | None = None
     """Name of the signal that ended or stopped the process."""
@@ -194,6 +198,12 @@ def _raised(outcome: RankOutcome) -> str:
     return f"{outcome.error_type}: {first}" if first else str(outcome.error_type)
 
 
+def _exited(outcome: RankOutcome) -> str:
+    if outcome.exit_code == LOST:
+        return f"lost, because {outcome.message}"
+    return f"exited with code {outcome.exit_code}"
+
+
 def _victim(outcome: RankOutcome) -> str:
     if outcome.error_type is not None:
         return f"raised {_raised(outcome)}"
@@ -203,7 +213,7 @@ def _victim(outcome: RankOutcome) -> str:
 _HEADLINES = {
     RankState.OK: lambda outcome: "ok",
     RankState.RAISED: lambda outcome: f"raised {_raised(outcome)}",
-    RankState.EXITED: lambda outcome: f"exited with code {outcome.exit_code}",
+    RankState.EXITED: _exited,
     RankState.KILLED: lambda outcome: f"killed by {outcome.signal}",
     RankState.HUNG: lambda outcome: f"hung, {outcome.message}",
     RankState.VICTIM: _victim,

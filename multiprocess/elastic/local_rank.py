@@ -10,7 +10,8 @@ from typing import Self
 
 from .. import linux
 from ..messages import Context, Kind, Rendezvous, Reply
-from ..parent.rank_processes import LOST, RankProcesses, current_context
+from ..outcomes import LOST
+from ..parent.rank_processes import RankProcesses, current_context
 from ..parent.root_cause import Fact
 from ..parent.watch import OtherRanks, Watch
 from ..spec import CallOptions, WorldSpec

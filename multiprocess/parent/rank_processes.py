@@ -20,14 +20,11 @@ from .. import linux, messages
 from ..environment import unsupported
 from ..errors import HarnessError
 from ..messages import Context, Rendezvous, Run, Start
-from ..outcomes import Collective, Place
+from ..outcomes import LOST, Collective, Place
 from ..rank import assert_rewrite, flight_records
 from ..rank.forkserver import EXIT_STATUS
 from ..spec import CallOptions, WorldSpec
 from .forkserver_client import ForkserverClient, forkserver, import_path
-
-LOST = 255
-"""Exit code of a rank whose forkserver ended before it could report one."""
 
 _STOP_S = 5.0  # under coverage.py a rank saves its data before it ends
 _KILL_S = 5.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from .. import linux
 from ..errors import WorldError
 from ..messages import Kind, Reply
-from ..outcomes import Collective, Left, Place, RankOutcome, RankState
+from ..outcomes import LOST, Collective, Left, Place, RankOutcome, RankState
 from ..report import ended_without, find_odd_rank
 
 
@@ -157,6 +157,8 @@ def observed(fact: Fact) -> RankOutcome:
         blank = replace(blank, state=RankState.KILLED, signal=name, message=name)
     elif code is not None:
         message = f"exit code {code}"
+        if code == LOST:
+            message = "its forkserver has ended (killed, or crashed)"
         blank = replace(blank, state=RankState.EXITED, exit_code=code, message=message)
     if fact.reply is not None:  # the rank had failed, and its teardown did not end
         return _answered(blank, fact.reply)

@@ -172,6 +172,15 @@ def test_ranks_die_with_their_forkserver(tmp_path: Path, python: list[str]) -> N
         assert len(alive(ranks)) <= 1  # a daemon of a rank has nobody left to end it
 
 
+def test_ranks_that_are_lost_with_their_forkserver_say_so(
+    tmp_path: Path, warm_ranks: list[str]
+) -> None:
+    then = "cluster.run(lambda: (os.kill(os.getppid(), 9), time.sleep(1000)))"
+    with program(then, tmp_path, warm_ranks) as (parent, *_):
+        _, errors = parent.communicate(timeout=RUN_S)
+    assert "lost, because its forkserver has ended" in errors
+
+
 def test_a_closed_cluster_leaves_no_process_and_no_descriptor() -> None:
     with Cluster(2) as cluster:
         cluster.run(os.getpid)
