@@ -19,9 +19,8 @@ from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 from .. import linux
 from ..outcomes import Place
-from ..rank.endings import early_end, refuse_unrun
+from ..rank.endings import early_end, name_of, refuse_unrun
 from ..rank.flight_recorder import placed
-from ..rank.worker import name_of
 from ..rank.world import World, current_world
 from .internals import SETTINGS
 

@@ -24,8 +24,7 @@ import pytest
 from .. import messages
 from ..errors import CallEnded, HarnessError
 from ..outcomes import Failed, Left, Place
-from ..rank.endings import early_end, refuse_unrun, torch_skip
-from ..rank.worker import name_of
+from ..rank.endings import early_end, name_of, refuse_unrun, torch_skip
 from ..rank.world import current_world
 from . import internals
 

@@ -15,13 +15,18 @@ from types import CoroutineType
 from typing import Any
 
 from ..outcomes import Left
-from .worker import name_of
 
 SKIP, XFAIL = "skip", "xfail"
 """Values of ``Left.kind``."""
 
 ALTERNATIVE = "make it a plain function, which may call asyncio.run(...)"
 """Advice for a test that never runs."""
+
+
+def name_of(kind: type[BaseException]) -> str:
+    """Return the name of an exception's type for reports."""
+    plain = kind.__module__ in ("builtins", "__main__")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def early_end(error: BaseException) -> Left | None:

@@ -27,6 +27,7 @@ from ..environment import WORLD_VARIABLE
 from ..messages import Context, Kind, Rendezvous, Reply, Run, Start
 from ..outcomes import Failed
 from . import assert_rewrite, flight_records
+from .endings import name_of
 from .frames import is_of_harness
 
 if TYPE_CHECKING:
@@ -451,12 +452,6 @@ def raised(error: BaseException, reusable: bool) -> Reply:
         traceback=_encodable(_traceback(error)),
         reusable=reusable,
     )
-
-
-def name_of(kind: type[BaseException]) -> str:
-    """Return the name of an exception's type for reports."""
-    plain = kind.__module__ in ("builtins", "__main__")
-    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _encodable(text: str) -> str:

@@ -122,7 +122,8 @@ def check(config):
     assert value("mode").name == "B" and value("other").name == "A"
     assert [each() for each in value("size")] == ["1", "2"]
     assert [each.n for each in value("pair")] == [3, 4]
-    assert value("file").read() == "of the file"
+    with value("file") as file:
+        assert file.read() == "of the file"
 
 def test_plain(request):
     check(request.config)
