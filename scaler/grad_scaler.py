@@ -476,7 +476,8 @@ class GradScaler(ScalerCore):
             self._move_scale(any_of(flags, scale.device), tracker, chosen)
         elif chosen is not None:
             scale.fill_(chosen)
-        self._sync.missed += len(iteration.due())
+        if exchanges:  # a single process misses nothing
+            self._sync.missed += len(iteration.due())
         self._end_iteration()
         if warns:  # last: a warning may be an error
             self._has_warned = True
