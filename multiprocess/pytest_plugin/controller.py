@@ -33,10 +33,10 @@ from .rank_session import (
     ItemResult,
     Phase,
     SessionOrder,
-    is_plain,
     run_item,
 )
 from .runner import Runner, UnsuitableWorld
+from .travelling import is_plain
 
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import pickle
 import sys
 import unittest
 import warnings
@@ -21,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pytest
 
-from .. import messages
 from ..errors import CallEnded, HarnessError
 from ..outcomes import Failed, Left, Place
 from ..rank.endings import early_end, name_of, refuse_unrun, torch_skip
 from ..rank.world import current_world
 from . import internals
+from .travelling import Travelling, travelling
 
 if TYPE_CHECKING:
     from ..rank.global_state import Change
@@ -273,8 +272,8 @@ class RankSession:
             tuple(phases),
             tuple(serialised(self.config, report) for report in plugin.subtests),
             tuple(plugin.warnings),
-            tuple((name, _travelling(value)) for name, value in added),
-            expected and {name: _travelling(value) for name, value in expected.items()},
+            tuple((name, travelling(value)) for name, value in added),
+            expected and {name: travelling(value) for name, value in expected.items()},
             tuple((name, reason) for name, reason in stops if reason),
         )
         if failed is None:
@@ -359,59 +358,7 @@ def serialised(config: pytest.Config, report: Any) -> Mapping[str, Any]:
     """Return a report as pytest serialises it, with values that can be pickled."""
     report.user_properties = []  # properties are sent apart
     data = config.hook.pytest_report_to_serializable(config=config, report=report)
-    return {key: _travelling(value) for key, value in data.items()}
-
-
-class _Travelling:
-    """A value that the parent unpickles apart, since its class may be unknown there.
-
-    Args:
-        value: Value to send.
-        instead: Value to send in its place if it cannot be pickled, or unpickled.
-    """
-
-    def __init__(self, value: Any, instead: Any) -> None:
-        self._instead = instead
-        try:
-            self._data = messages.pickled(value)
-        except Exception:  # any class may refuse in its own way
-            self._data = messages.pickled(instead)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._data, self._instead)
-
-
-def _arrived(data: bytes, instead: Any) -> Any:
-    try:
-        return pickle.loads(data)
-    except (Exception, SystemExit):
-        return instead
-
-
-def _travelling(value: Any) -> Any:
-    return value if is_plain(value) else _Travelling(value, internals.saferepr(value))
-
-
-def is_plain(value: object) -> bool:
-    """Return True for values that consist of Python's own types and of paths.
-
-    A class of a test module or conftest is another one in each process.
-    """
-    try:
-        return _is_plain(value)
-    except RecursionError:  # a list in itself, say
-        return False
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value).__module__ == "builtins" and all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
-    return isinstance(value, Path) or type(value) in _PLAIN
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+    return {key: travelling(value) for key, value in data.items()}
 
 
 def _debug(terminal: str, error: BaseException | None, text: str) -> None:
@@ -551,7 +498,7 @@ class _RankPlugin:
             file, line = warning_message.filename, warning_message.lineno
             return type(warning_message)(message, category, file, line)
 
-        sent = _Travelling(plain(warning, category), plain(text, UserWarning))
+        sent = Travelling(plain(warning, category), plain(text, UserWarning))
         self.warnings.append(
             {"warning_message": sent, "when": when, "location": location}
         )
