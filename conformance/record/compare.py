@@ -497,7 +497,7 @@ def _where(
 
     The result is only a hint. The loss of a rank may be a mean over its own rows or its
     micro-batch, which scales its gradients. So gradients of outputs are compared up to
-    one factor, taken from the last block. Without recorded blocks both are empty.
+    one factor, taken from the last block.
     """
     every = one.run.names(OUTPUT, step)
     if every and one.run.rows.get(step) != other.run.rows.get(step):
@@ -505,8 +505,11 @@ def _where(
         return [], f"where: not known, {why}, so outputs of blocks are not compared"
     names = {name: name for name in every}
     forward = list(rows_of_sides(one, other, names, [step], [OUTPUT]))
+    if not forward and every:
+        return [], "where: no block has an output on both sides"
     if not forward:
-        return [], "where: no block has an output on both sides" if every else ""
+        ask = "to learn in which block it begins, record both sides with --modules"
+        return [], "" if factor or is_update else ask
     start = f"where: step {step}: "
     of = f"{len(forward)} of {len(every)} compared"
     wrong = [row for row in forward if row.differs]

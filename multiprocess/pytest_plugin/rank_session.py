@@ -228,6 +228,8 @@ class RankSession:
                 )
             collected = self.plugin.collected
             self._items[test.file] = {ItemId.of(item): item for item in collected}
+            # hooks and fixtures may look at all tests of the session
+            self.session.items = [i for of in self._items.values() for i in of.values()]
         items = self._items[test.file]
         if test not in items:
             raise HarnessError(

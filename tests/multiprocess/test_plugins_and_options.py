@@ -135,3 +135,26 @@ def test_it(request):
         *options,
     )
     assert "2 passed in" in done.stdout, done.stdout
+
+
+# regression: H28-19
+def test_a_fixture_finds_its_test_among_those_of_the_session(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest("""
+        import pytest
+
+        @pytest.fixture(scope="session")
+        def names(request):
+            return {item.name for item in request.session.items}
+    """)
+    body = """
+import pytest
+
+@pytest.mark.world(2)
+def test_{0}(names):
+    assert "test_{0}" in names
+"""
+    pytester.makepyfile(test_b=body.format("b"))
+    done = session(body.format("a"), "test_b.py")
+    assert "2 passed in" in done.stdout, done.stdout

@@ -173,3 +173,4 @@ def test_nobody_asks_where_of_runs_that_are_the_same_or_kept_no_blocks() -> None
     )
     assert plain.code == DIFFERENT
     assert not any(line.startswith("where") for line in plain.lines)
+    assert sum("record both sides with --modules" in line for line in plain.lines) == 1
