@@ -245,7 +245,9 @@ class ItemRun:
             elif failed:
                 reports = dict(self._reports[when])
                 text = "\n".join(
-                    f"rank {o.rank}:\n{reports[o.rank].longreprtext}" for o, _ in failed
+                    f"rank {o.rank}: {_cause(reports[o.rank])}"
+                    f"{reports[o.rank].longreprtext}"
+                    for o, _ in failed
                 )
                 self._ended[when] = pytest.fail.Exception(text, pytrace=False)
             elif all_ended and FAIL not in kinds and len(kinds) > 1:
@@ -356,7 +358,10 @@ class ItemRun:
             is_expected = call.when in self._expected
             internals.apply_expectation(self._item, report, is_expected)
         if report.failed and self.failure is not None and call.when == self.failed_in:
-            notes = list(getattr(raised, "__notes__", []))
+            # the rank's traceback has its own notes; a hook here may have added others
+            shown = self.failure.root.traceback or ""
+            own = getattr(raised, "__notes__", [])
+            notes = [note for note in own if note not in shown]
             notes += [
                 f"rank {outcome.rank} died in its teardown: {death}"
                 for outcome in self.failure.outcomes
@@ -415,6 +420,12 @@ def show(
         root = outcomes[root.rank]
     text = "\n".join([title + render_failure(outcomes, root), *notes])
     report.longrepr = internals.chain_of(text, item, root.headline)
+
+
+def _cause(report: Any) -> str:
+    """Return the error of a report, as pytest's summary shows it, and a new line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return f"{crash.message.partition(chr(10))[0]}\n" if crash is not None else "\n"
 
 
 def _has_xfailed(report: Any) -> bool:

@@ -837,3 +837,27 @@ def test_exits(world):
 """)
     assert "1 failed, 1 passed, 2 skipped, 2 xfailed in" in done.stdout, done.stdout
     assert "FAILED test_it.py::test_exits - rank 0: raised SystemExit" in done.stdout
+
+
+# regression: H28-26, H28-27
+def test_the_summary_names_each_error_and_notes_come_once(session: Session) -> None:
+    done = session("""
+@pytest.fixture
+def own(world):
+    yield
+    raise KeyError("of the teardown")
+
+@pytest.mark.world(1)
+@pytest.mark.xfail
+def test_expects(own):
+    assert False
+
+@pytest.mark.world(2)
+def test_notes():
+    error = ValueError("of the test")
+    error.add_note("see the manual")
+    raise error
+""")
+    assert "ERROR test_it.py::test_expects - Failed: rank 0: KeyError" in done.stdout
+    (_, own) = done.stdout.split("root cause: rank ")
+    assert own.count("see the manual") == 1
