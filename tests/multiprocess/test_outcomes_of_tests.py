@@ -848,7 +848,7 @@ def own(world):
     raise KeyError("of the teardown")
 
 @pytest.mark.world(1)
-@pytest.mark.xfail
+@pytest.mark.xfail(raises=AssertionError)
 def test_expects(own):
     assert False
 
