@@ -855,7 +855,7 @@ def test_expects(own):
 @pytest.mark.world(2)
 def test_notes():
     error = ValueError("of the test")
-    error.add_note("see the manual")
+    error.add_note("see the " + "manual")
     raise error
 """)
     assert "ERROR test_it.py::test_expects - Failed: rank 0: KeyError" in done.stdout
