@@ -415,7 +415,8 @@ def show(
 ) -> None:
     """Write a failed world into a report, between ``title`` and ``notes``."""
     outcomes, root = failure.outcomes, failure.root
-    if shows_live(item.config):
+    hides = item.config.getoption("showcapture", "all") == "no"
+    if hides or shows_live(item.config):
         outcomes = tuple(replace(outcome, output="") for outcome in outcomes)
         root = outcomes[root.rank]
     text = "\n".join([title + render_failure(outcomes, root), *notes])

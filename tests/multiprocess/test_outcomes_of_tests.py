@@ -861,3 +861,19 @@ def test_notes():
     assert "ERROR test_it.py::test_expects - Failed: rank 0: KeyError" in done.stdout
     (_, own) = done.stdout.split("root cause: rank ")
     assert own.count("see the manual") == 1
+
+
+# regression: H28-28
+@pytest.mark.parametrize("shows", ["all", "no"])
+def test_output_of_ranks_is_shown_as_asked(session: Session, shows: str) -> None:
+    done = session(
+        """
+@pytest.mark.world(2)
+def test_it(world):
+    print("from", "rank", world.rank)
+    raise ValueError
+""",
+        f"--show-capture={shows}",
+    )
+    assert "rank 0: raised ValueError" in done.stdout
+    assert ("from rank 1" in done.stdout) is (shows == "all")
