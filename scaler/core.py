@@ -178,7 +178,7 @@ class ScalerCore(_TorchGradScaler):
         states = self._per_optimizer_states
         if optimizer is None:
             self._check_lacks()
-            self._iteration.passed_none = True
+            self._iteration.passed_none = self._sync.lacks = True
             return Part(state=states[-1 - len(states)])  # no id is below zero
         part = self._iteration.parts.get(id(optimizer))
         if part is None:
@@ -269,6 +269,7 @@ class ScalerCore(_TorchGradScaler):
             grads = grads_by_mesh(
                 part.optimizer, part.record, group, allow_fp16=allow_fp16
             )
+        part.has_gradients = bool(grads)
         if is_divided:
             carried = carried / carried  # one, on the device of the scale
         entries, flag = local_norms(grads, norm_type, carried)
@@ -536,6 +537,9 @@ class ScalerCore(_TorchGradScaler):
         is_told = self._tell(error, exchanges, part, method, call)
         scale = self._scale_or_one()
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
+        for key, state in self._per_optimizer_states.items():
+            if key < 0:  # of an optimizer that this rank lacks: each call adds one
+                state["found_inf_per_device"] = {}
 
     def _refused(
         self, message: str, part: Part, method: str, call: int = CHECK

@@ -155,7 +155,7 @@ def grads_by_mesh(
     if locals_ is gradients and gradients:  # no DTensors
         elements, meshes = sum(map(torch.numel, gradients)), None
         if holders is not None:
-            meshes = holders.of_all(len(gradients), elements)
+            meshes = holders.of_all(with_gradients(optimizer))
         if holders is None or meshes is not None:
             layout, kind = _held_by(layout_of(None), meshes, elements)
             by_mesh[layout] = by_device_and_dtype(gradients, allow_fp16=allow_fp16)
@@ -177,7 +177,9 @@ def grads_by_mesh(
         is_plain = any(spec is None for spec in layouts_now)
         record.places = None if is_plain else places
     if holders is not None:
-        places = _told_apart(places, locals_, holders.of(with_gradients(optimizer)))
+        told = _told_apart(places, locals_, holders.of(with_gradients(optimizer)))
+        # new parameters may be in one way too many, until they are identified as well
+        places = told if len(told.members) <= MESHES else places
     by_mesh.kinds = places.kinds
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks: tuple[int, ...] = (rank,)
@@ -383,7 +385,8 @@ def norm_on_host(
         checks: ``"bits"``: replicas must have been identified by their bits.
             ``"sums"``: or they have equal sums. ``""``: they have just been identified.
     """
-    used = [entry for entry in entries if entry[0]]
+    # what is zero adds nothing, and need not be identified
+    used = [entry for entry in entries if entry[0] and entry[2]]
     norms = [norm for _, _, norm in used]
     largest = _largest(norms)
     if math.isinf(norm_type) or not math.isfinite(largest) or largest == 0.0:

@@ -382,6 +382,7 @@ class GradScaler(ScalerCore):
             infs = self._unscale_grads_(part.optimizer, one, zero, True)
         else:
             infs = self._unscale_here(part, allow_fp16)
+        part.has_gradients = bool(infs)
         if group is not None:
             infs, _ = self._synced(part, infs, group, method, call=CHECK)
         else:
@@ -476,7 +477,7 @@ class GradScaler(ScalerCore):
             self._move_scale(any_of(flags, scale.device), tracker, chosen)
         elif chosen is not None:
             scale.fill_(chosen)
-        if exchanges:  # a single process misses nothing
+        if exchanges and not self._sync.lacks:
             self._sync.missed += len(iteration.due())
         self._end_iteration()
         if warns:  # last: a warning may be an error

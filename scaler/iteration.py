@@ -47,6 +47,7 @@ class Part:
         is_clipped: True if a clip was called.
         is_undivided: True if a clip found an overflow and did not divide the gradients.
         is_dropped: True if all ranks drop its step, since a call raised.
+        has_gradients: True if its last check saw a gradient on this rank.
         stepped_on: weak references to the gradients of its step, if a later call in the
             iteration raised; the next step must use other tensors.
     """
@@ -59,6 +60,7 @@ class Part:
     is_clipped: bool = False
     is_undivided: bool = False
     is_dropped: bool = False
+    has_gradients: bool = False
     stepped_on: set[Any] | None = None
 
     @property
@@ -230,13 +232,18 @@ class Iteration:
         return math.nan if self.passed_none else float(len(self.due()))
 
     def due(self) -> list[Part]:
-        """Return the parts on whose step the ranks have agreed, which is to come."""
-        parts = [
+        """Return the parts on whose step the ranks have agreed, which is to come.
+
+        A step without gradients changes nothing and may be left out.
+        """
+        return [
             part
             for part in self._by_record.values()
-            if part.stage is OptState.UNSCALED and part.result is not None
+            if part.stage is OptState.UNSCALED
+            and part.result is not None
+            and part.has_gradients
+            and not part.is_dropped
         ]
-        return [part for part in (*parts, *self.lacked) if not part.is_dropped]
 
     def drop(self, sync: OverflowSync) -> None:
         """Drop the steps that are due, since all ranks know of a failure."""

@@ -70,9 +70,17 @@ def entries_told_apart(
         tables = sync.tables_of(result, table)
     except PeerFailedError as failed:
         raise error or failed from None
-    sets = _sets_of_meshes(tables)
+    # a gradient of zeros does not show who holds its parameter
+    zeros = [(table[:, 3] == 0).tolist() for table in tables]
+    sets = [
+        [
+            None if is_zero else meshes
+            for is_zero, meshes in zip(zero, of_rank, strict=True)
+        ]
+        for zero, of_rank in zip(zeros, _sets_of_meshes(tables), strict=True)
+    ]
     ways = [
-        {*zip(table[:, 0].tolist(), of_rank, strict=True)}
+        {pair for pair in zip(table[:, 0].tolist(), of_rank, strict=True) if pair[1]}
         for table, of_rank in zip(tables, sets, strict=True)
     ]
     if (most := max(map(len, ways))) > MESHES:
@@ -101,19 +109,21 @@ class Holders:
 
     def __init__(self) -> None:
         self._sets: dict[int, tuple[weakref.ref[Any], float]] = {}
-        self._all: tuple[int, int, float] | None = None
+        self._all: tuple[list[weakref.ref[Any]], float] | None = None
 
-    def of_all(self, count: int, elements: int) -> float | None:
-        """Return a hash of the meshes, if the same ones hold each parameter, else None.
+    def of_all(self, parameters: Sequence[Any]) -> float | None:
+        """Return a hash of the meshes that hold each of these parameters.
 
-        Args:
-            count: number of parameters with a gradient; None if it has changed.
-            elements: their number of elements; None if it has changed. Other parameters
-                of that size are not noticed, but the sums of their gradients differ.
+        Returns None if these are not the parameters that were identified last, or if
+        some of them have other meshes.
         """
-        if self._all is None or self._all[:2] != (count, elements):
+        if self._all is None:
             return None
-        return self._all[2]
+        refs, meshes = self._all
+        is_same = len(refs) == len(parameters) and all(
+            ref() is parameter for ref, parameter in zip(refs, parameters, strict=True)
+        )
+        return meshes if is_same else None
 
     def of(self, parameters: Sequence[Any]) -> list[float | None]:
         """Return a hash of the meshes of each parameter; None if unknown."""
@@ -123,22 +133,22 @@ class Holders:
             sets.append(meshes if ref is not None and ref() is parameter else None)
         return sets
 
-    def keep(self, parameters: Sequence[Any], sets: Sequence[float]) -> None:
+    def keep(self, parameters: Sequence[Any], sets: Sequence[float | None]) -> None:
         """Store a hash of the meshes that hold each parameter.
 
         Args:
             parameters: parameters; the references to them are weak.
-            sets: hash for each parameter.
+            sets: hash for each parameter; None if it stays unknown.
         """
         self._sets = {
             key: entry for key, entry in self._sets.items() if entry[0]() is not None
         }
         for parameter, meshes in zip(parameters, sets, strict=True):
-            self._sets[id(parameter)] = weakref.ref(parameter), meshes
+            if meshes is not None:
+                self._sets[id(parameter)] = weakref.ref(parameter), meshes
         self._all = None
-        if len({*sets}) == 1:
-            elements = sum(local_tensor(p, coalesce=True).numel() for p in parameters)
-            self._all = len(parameters), elements, sets[0]
+        if len({*sets}) == 1 and sets[0] is not None:
+            self._all = [self._sets[id(each)][0] for each in parameters], sets[0]
 
 
 COLUMNS = 4

@@ -130,7 +130,8 @@ class Row(NamedTuple):
         refill: 1 if a good step refills the hysteresis.
         max_consecutive_skips: 0 without a limit.
         constant: 1 if the scale is constant.
-        missed: number of steps that this rank missed.
+        missed: number of steps that this rank missed; nan for none on a rank that has
+            passed None, which cannot know whether the others step.
         max_norm: bound of a clip.
         norm_type: order of the norm of a clip.
         optimizer: number by which the ranks identify the optimizer; nan if it is new.
@@ -325,6 +326,7 @@ class OverflowSync:
         is_unusual: True if a call raised in this iteration, so that its number of rows
             may differ from other iterations.
         missed: number of steps that this rank missed, unknown to other ranks.
+        lacks: True if this rank has passed None for an optimizer.
         lags: True if, when the last failure was told, another rank had taken steps that
             were due on this rank.
         told: id of the error that the last row reported; 0 for none.
@@ -356,7 +358,7 @@ class OverflowSync:
         """Restart all counts; every rank must call it at the same point."""
         self._begin_anew()
         self.is_void = False
-        self.missed, self.lags = 0, False
+        self.missed, self.lags, self.lacks = 0, False, False
         self._optimizers = 0  # number of optimizers that any rank has synced
 
     def _begin_anew(self) -> None:
@@ -463,7 +465,9 @@ class OverflowSync:
             fields["optimizer"] = self._optimizers + 1
         if row.call != LOAD:  # a rank may have iterated alone before it loads
             fields["iteration"], fields["position"] = self._iteration, self.sent + 1
-            fields["missed"] = self.missed
+            # a rank that lacks an optimizer counts only its own errors
+            is_silent = self.lacks and not self.missed
+            fields["missed"] = math.nan if is_silent else self.missed
         return row._replace(**fields)
 
     def _late_error(self) -> Exception | None:

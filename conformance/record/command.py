@@ -270,7 +270,7 @@ def compare(
     from .compare import compare
     from .exact import compare_exactly
 
-    one, other = _side(a, say), _side(b, say)
+    one, other = (_side(path, say, exact=exact) for path in (a, b))
     comparison = (compare_exactly if exact else compare)(one, other)
     for line in comparison.lines:
         say(plain(line))
@@ -293,7 +293,7 @@ def compare(
     return comparison.code
 
 
-def _side(path: Path, say: Say) -> Side:
+def _side(path: Path, say: Say, *, exact: bool) -> Side:
     from .compare import Side
     from .merge import read_merged
 
@@ -305,7 +305,7 @@ def _side(path: Path, say: Say) -> Side:
         say(plain(f"{path}: ended early, with the runs {', '.join(manifests[0].runs)}"))
     try:
         first, *noisy = [
-            read_merged(*(folder / Path(name).name for folder in folders))
+            read_merged(*(folder / Path(name).name for folder in folders), exact=exact)
             for name in manifests[0].runs
             if all(name in each.runs for each in manifests)
         ]

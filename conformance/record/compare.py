@@ -681,6 +681,12 @@ def _left_out(
             f"{counted(len(partial), 'gradient')}, {partial[0]} first. Sums or means "
             "over ranks were compared, and not the updates"
         )
+    if other.early:
+        yield (
+            f"not compared: {counted(len(other.early), 'weight')} after the last step, "
+            f"{other.early[0]} first. They differ between ranks there, and the job "
+            "made them equal after earlier steps"
+        )
     if other.unnamed:
         unnamed = counted(other.unnamed, "parameter")
         yield f"not compared: {unnamed} that no module names"

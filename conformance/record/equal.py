@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -257,7 +257,9 @@ def other_inputs(
 
 def _crowded(side: Side, step: int) -> str:
     """Return a hint if few ranks of a side had the rows of two steps or more."""
-    counts = side.run.counts.get(step, {})
+    counts, first = (side.run.counts.get(s, {}) for s in (step, min(side.run.steps)))
+    if step == min(side.run.steps) or len({*first.values()}) > 1:
+        return ""
     most = max(counts.values(), default=0)
     others = [count for count in counts.values() if count < most]
     ranks = [rank for rank, count in counts.items() if count == most]
@@ -501,15 +503,17 @@ def lacking(
         stepped, theirs = has.run.starts, lacks.run.starts.keys()
         # a tensor without a partner can then match nothing on the other side
         all_paired = theirs == its_paired.keys() and not lacks.run.unnamed
-        alone = [
-            name
-            for name in stepped
-            if name in lacks.run.unstepped or (all_paired and name not in paired)
-            if _apart(has.run, name)[1] is not None  # else a copy of a tied weight
-        ]
+        alone = [name for name in stepped if name in lacks.run.unstepped]
+        if all_paired:
+            alone += [
+                name
+                for name in stepped
+                if name not in paired and name not in lacks.run.unstepped
+                if not _copied(has.run, name, paired)
+            ]
         if alone:
             more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-            yield _untied(has, lacks, alone[0]) or (
+            yield _untied(has, lacks, alone[0], paired) or (
                 f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
                 f"steps it, but an optimizer of {has.name} does"
             )
@@ -539,56 +543,66 @@ def lacking(
                 yield f"step {step}: {lacks.name} has no gradient of {mine}"
 
 
-def _untied(has: Side, lacks: Side, name: str) -> str:
+def _untied(has: Side, lacks: Side, name: str, paired: Container[str]) -> str:
     """Return a sentence if the side that lacks a tensor may tie it to another one."""
-    partner, step = _apart(has.run, name)
-    if not partner:
+    alike = _begin_alike(has.run, name, paired)
+    if name in lacks.run.unstepped or len(alike) != 1:
         return ""
+    weights, theirs = (_weights(has.run, each) for each in (name, alike[0]))
+    both = sorted(weights.keys() & theirs.keys())
+    step = next((s for s in both if weights[s] != theirs[s]), both[0])
     return (
-        f"step {step}: {name} and {partner} of {has.name} began equal and do not stay "
-        f"so. {lacks.name} has {partner} alone and may tie the two: then {has.name} "
+        f"step {step}: {name} and {alike[0]} of {has.name} began equal and do not stay "
+        f"so. {lacks.name} has {alike[0]} alone and may tie the two: then {has.name} "
         "must add up their gradients"
     )
 
 
-def _apart(run: Run, name: str) -> tuple[str, int | None]:
-    """Return the tensor that begins with the bits of another, and where they differ.
+def _copied(run: Run, name: str, paired: Container[str]) -> str:
+    """Return the tensor of which another one is a copy in all steps; "" if none.
+
+    A tensor that never moves shows no copy: its gradients need not be added up.
+    """
+    weights = _weights(run, name)
+    if len({*weights.values()}) < 2:
+        return ""
+    alike = _begin_alike(run, name, paired)
+    return next((each for each in alike if _weights(run, each) == weights), "")
+
+
+def _begin_alike(run: Run, name: str, paired: Container[str]) -> list[str]:
+    """Return the tensors with a partner that begin with the bits of another one.
 
     Vectors are not looked for, because all weights of layer norms begin alike.
-
-    Returns:
-        Name of the tensor, or an empty string, and the first step before which both
-        have other weights; None if they never have.
     """
     step, start = run.starts[name]
-    with_equal_start = [
+    return [
         other
         for other, (at, its) in run.starts.items()
+        if len(start.shape) > 1 and other != name and other in paired
         if (at, its.shape, its.digest) == (step, start.shape, start.digest)
-        and other != name
     ]
-    if len(start.shape) < 2 or len(with_equal_start) != 1:
-        return "", step
-    (partner,) = with_equal_start
-    digests = [
-        {s: w.digest for (s, kind, n), w in run.tensors.items() if (kind, n) == key}
-        for key in (("weight", name), ("weight", partner))
-    ]
-    both = sorted(digests[0].keys() & digests[1].keys())
-    apart = [s for s in both if digests[0][s] != digests[1][s]]
-    # the start alone does not show that the gradients are added up
-    return partner, next(iter(apart), None if len(both) > 1 else step)
+
+
+def _weights(run: Run, name: str) -> dict[int, int | None]:
+    """Return the digests of a weight by step."""
+    return {
+        step: whole.digest
+        for (step, kind, its), whole in run.tensors.items()
+        if (kind, its) == ("weight", name)
+    }
 
 
 def copies(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
     """Yield sentences on tensors that are copies of another one on one side only."""
     for has, lacks, paired in (
-        (one, other, names.keys()),
+        (one, other, {*names}),
         (other, one, {*names.values()}),
     ):
         for name in has.run.starts:
-            partner, apart = _apart(has.run, name)
-            if name not in paired and partner in paired and apart is None:
+            if name in paired or name in lacks.run.unstepped:
+                continue
+            if partner := _copied(has.run, name, paired):
                 yield (
                     f"tied: {name} of {has.name} keeps the bits of {partner}, and "
                     f"{lacks.name} has the latter alone"

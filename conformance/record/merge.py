@@ -287,6 +287,9 @@ class Run:
     the parameter."""
     counts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     """Step -> rank -> number of its rows."""
+    early: tuple[str, ...] = ()
+    """Tensors whose weights after the last step were read before the job made them
+    equal on all ranks."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
     """Step -> largest number of times that an optimizer's gradients were computed."""
 
@@ -326,11 +329,13 @@ class Side:
     """Exit code of the recorded job."""
 
 
-def read_merged(*folders: Path) -> Run:
+def read_merged(*folders: Path, exact: bool = False) -> Run:
     """Read the recording of a run and merge its ranks.
 
     Args:
         folders: folder of the run; several if each host wrote its own.
+        exact: true to keep the bits of gradients that ranks do not share, which are
+            otherwise averaged.
 
     Raises:
         ValueError: if a rank is missing or a file is broken.
@@ -357,25 +362,15 @@ def read_merged(*folders: Path) -> Run:
     for which, each in whole.items():
         if which[1] == "gradient" and not each.is_whole:
             whole[which] = merge([*parts[which], *_not_stepped(parts, which)])
-    averaged = set[str]()
     last = max((step for step, kind, _ in whole if kind == "gradient"), default=0)
-    for which in sorted(key for key, each in whole.items() if each.unlike):
-        at, what, of = which
-        before, after = (whole.get((s, "weight", of)) for s in (at, at + 1))
-        if what != "gradient" or before is None or after is None:
-            continue
-        # a step that moved nothing does not show how gradients are summed
-        if not after.unlike and before.digest != after.digest:
-            averaged.add(of)
-        elif of in averaged and at == last:
-            # the job makes weights equal after each step; those after the last one are
-            # read in that step, which is too early
-            del whole[at + 1, "weight", of]
-        else:
-            continue
-        whole[which] = merge(parts[which], averages=True)
-        # its weights were gradients before the sum
-        whole.pop((at, "update", of), None)
+    early = [] if exact else _average(whole, parts, last)
+    for name in early:  # read inside of the last step, before the job averages weights
+        del whole[last + 1, "weight", name]
+        if (last, "gradient", name) in whole:
+            whole[last, "gradient", name] = merge(
+                parts[last, "gradient", name], averages=True
+            )
+            whole.pop((last, "update", name), None)
     # a tensor that no module has: unless ranks begin equal, their shares are unknown
     firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
     hidden = {name for name, first in firsts.items() if first.unlike}
@@ -437,6 +432,7 @@ def read_merged(*folders: Path) -> Run:
         notes=tuple(f"rank {n}: {text}" for n, r in ranks.items() for text in r.notes),
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
         evaluations=_evaluations(ranks.values()),
+        early=tuple(early),
         skipped=frozenset(k for k, r in skipping.items() if r == settings[k].keys()),
         skipping={
             key: tuple(sorted(by))
@@ -444,6 +440,38 @@ def read_merged(*folders: Path) -> Run:
             if by != settings[key].keys()
         },
     )
+
+
+def _average(
+    whole: dict[Key, Whole], parts: Mapping[Key, list[tuple[int, Stored]]], last: int
+) -> list[str]:
+    """Average gradients that differ between ranks, if the weights are equal afterwards.
+
+    The job then sums gradients in its optimizer, or averages weights after each step.
+
+    Returns:
+        Tensors whose weights after step ``last`` differ between ranks, in a job that
+        made most of its weights equal after each step before.
+    """
+    averaged, apart = set[str](), set[str]()
+    for which in sorted(key for key, each in whole.items() if each.unlike):
+        at, what, name = which
+        before, after = (whole.get((s, "weight", name)) for s in (at, at + 1))
+        if what != "gradient" or before is None or after is None:
+            continue
+        if after.unlike and at < last:
+            apart.add(name)
+        # a step that moved nothing does not show how gradients are summed
+        if not after.unlike and before.digest != after.digest:
+            averaged.add(name)
+            whole[which] = merge(parts[which], averages=True)
+            # its weights were gradients before the sum
+            whole.pop((at, "update", name), None)
+    names = {name for _, kind, name in whole if kind == "weight"}
+    if apart or 2 * len(averaged) <= len(names):
+        return []
+    ends = ((name, whole.get((last + 1, "weight", name))) for name in names)
+    return sorted(name for name, end in ends if end is not None and end.unlike)
 
 
 def _not_stepped(

@@ -183,8 +183,10 @@ class Weights:
         self.size = 2 * turn
         self.turns = [weights[n : n + turn] for n in range(0, len(weights), turn)]
         self._named, self._optimizers = named, optimizers
-        self._bits: dict[str, int | Tensor] = {}
-        """Parameter -> its digest, of those that this step checks."""
+        self._bits: dict[str, int | Tensor] | None = None
+        """Parameter -> its digest, of those that this step checks; None before it."""
+        self._trains: dict[str, bool] = {}
+        """Parameter -> True if the step after its last check trained it."""
         self._groups: dict[int, tuple[int, int]] = {}
         self._known = set[int]()
         """ids of parameters that the watch checks, or has warned about."""
@@ -194,7 +196,9 @@ class Weights:
         """Parameters that stood still when they were checked last."""
 
     def begin(self, step: int) -> None:
-        """Read the weights in turn, before the step."""
+        """Read the weights in turn, when the first optimizer steps."""
+        if self._bits is not None:
+            return
         self._bits = {
             each.name: digest_of(place(self._named[each.name])[0])
             for each in self._turn(step)
@@ -206,6 +210,8 @@ class Weights:
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
         """Return two numbers for each weight in turn: its bits, and its settings."""
+        self.begin(step)  # if no step was called
+        assert self._bits is not None
         rank, turn = rank_here(), self._turn(step)
         groups = dict[str, Mapping[str, Any]]()
         if not self.turns or step % len(self.turns) == 0:
@@ -218,13 +224,13 @@ class Weights:
             parameter = self._named[each.name]
             group = self._group(parameter)
             groups[each.name] = {**group}  # a schedule changes the group
-            if (bits := self._bits.get(each.name)) is None:  # no step was called
-                bits = digest_of(place(parameter)[0])
+            bits = self._bits[each.name]
             numbers.append(Number(bits, is_given=each.same))
             # with ZeRO a rank's optimizer may lack the parameter
             numbers.append(Number(_number(group), is_given=bool(group)))
             if parameter.requires_grad and not self._is_paused(parameter):
                 trained.add(each.name)
+        self._bits = None
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
             # settings first, because other ones lead to other bits
@@ -249,9 +255,11 @@ class Weights:
     def _moves(self, step: int, weight: _Weight, digest: int, trains: bool) -> None:
         """Warn once of a trained weight that stands still between two checks."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
+        was_trained = self._trains.get(weight.name, False)
+        self._trains[weight.name] = trains
         if self._last.get(weight.name) != digest:
             self._still.discard(weight.name)
-        elif trains and speaks and weight.name not in self._still:
+        elif was_trained and speaks and weight.name not in self._still:
             self._still.add(weight.name)
             turns = len(self.turns)
             here = "" if weight.same else f", what rank {rank_here()} holds of it,"

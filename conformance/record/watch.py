@@ -122,6 +122,8 @@ class Watch:
         if not self.step and self.handles:
             text = "no step of the watched optimizer was seen: watch the one that steps"
             warn(0, text)
+        if self.step and self.handles:  # the weights after the last step
+            self._send(only_weights=True)
         self._stop()
         self._read(0, LAST_S)
 
@@ -177,11 +179,18 @@ class Watch:
             "The watch ends"
         )
 
-    def _send(self) -> None:
-        """Send this step's numbers to the other ranks without waiting."""
+    def _send(self, *, only_weights: bool = False) -> None:
+        """Send this step's numbers to the other ranks without waiting.
+
+        Args:
+            only_weights: true after the last step: other topics have no numbers then.
+        """
         numbers, parts = list[Number](), list[tuple[int, Read]]()
         for topic in self.topics:
-            own, read = topic.give(self.step)
+            own: Sequence[Number] = [Number(is_given=False)] * topic.size
+            read: Read = _ignored
+            if not only_weights or isinstance(topic, Weights):
+                own, read = topic.give(self.step)
             numbers += own
             parts.append((len(own), read))
         if not numbers:
@@ -201,6 +210,10 @@ class Watch:
             largest = dist.ReduceOp.MAX
             works.append(dist.all_reduce(both, largest, self.group, async_op=True))
         self._sent.append(_Message(self.step, parts, Landing([mine, both], works)))
+
+
+def _ignored(_: Sequence[Answer]) -> Iterator[str]:
+    return iter(())
 
 
 def _world() -> int:
@@ -306,11 +319,11 @@ def watch(
         group,
         joinable([*model.modules(), *optimizers]),
     )
-    last = optimizers[-1]
-    handles.append(
-        last.register_step_pre_hook(lambda *_: replicas.begin(watching.step))
-    )
-    handles.append(last.register_step_post_hook(watching.stepped))
+    handles += [
+        each.register_step_pre_hook(lambda *_: replicas.begin(watching.step))
+        for each in optimizers
+    ]
+    handles.append(optimizers[-1].register_step_post_hook(watching.stepped))
     watching.handles = handles
     return watching
 

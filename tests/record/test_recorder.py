@@ -847,10 +847,37 @@ def test_weights_that_are_averaged_after_each_step(
     two.run(averages_weights, str(tmp_path), forgets)
     run = read_merged(tmp_path)
     unlike = {step for step, kind, _ in run.replicas if kind == "weight"}
-    assert unlike == ({forgets + 1} if forgets >= 0 else set())
-    assert ((3, "weight", "weight") in run.tensors) is (forgets == 3)
+    assert unlike == ({forgets + 1, 3} if forgets >= 0 else set())
+    assert run.early == (() if forgets >= 0 else ("bias", "weight"))
     gradient = run.tensors[2, "gradient", "weight"]
-    assert not gradient.unlike and not gradient.is_summed
+    assert bool(gradient.unlike) is gradient.is_summed is (forgets >= 0)
+    exact = read_merged(tmp_path, exact=True)
+    assert exact.tensors[2, "gradient", "weight"].digest is not None
+    assert (3, "weight", "weight") in exact.replicas
+
+
+def own_scalar(folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ParameterDict({name: nn.Parameter(torch.ones(3)) for name in "abc"})
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for step in range(3):
+            own = (1.0 + current_world().rank) ** step
+            values = model["a"].sum() + model["b"].sum()
+            yield values + own * model["c"].square().sum()
+            optimizer.step()
+
+    record(Path(folder), losses(), steps=(0, 3))
+
+
+def test_one_weight_that_nobody_sums_is_not_averaged(
+    two: Cluster, tmp_path: Path
+) -> None:
+    two.run(own_scalar, str(tmp_path))
+    run = read_merged(tmp_path)
+    assert run.early == ()
+    assert (3, "weight", "c") in run.replicas
 
 
 class Sharp(torch.optim.SGD):

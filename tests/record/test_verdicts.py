@@ -506,7 +506,9 @@ def test_a_tensor_that_may_be_tied_on_one_side_is_named(
         ends = {(0, "weight", name): start for name in "ab"}
         return replace(plain, tensors={**plain.tensors, **ends})
 
-    other = replace(alike(run(4)), unstepped=("b",))
+    mesh = alike(run(4))
+    left = {key: each for key, each in mesh.tensors.items() if key[2] != "b"}
+    other = replace(mesh, tensors=left)
     found = against(other, Side(name="one", run=alike(ONE.run)))
     assert found.code == DIFFERENT
     words = (
@@ -544,6 +546,16 @@ def test_a_tensor_that_is_tied_on_one_side_may_be_a_copy_on_the_other() -> None:
     assert "tied: b of mesh keeps the bits of a, and one has the latter alone" in (
         found.lines
     )
+    # a tensor that the other side has and does not train is no copy, and neither is
+    # one that never moves
+    frozen = replace(one, run=replace(one.run, unstepped=("b",)))
+    assert against(alike(run(4)), frozen).lines[0].startswith("one does not train b")
+    still = alike(run(4))
+    for name in "ab":
+        start = still.tensors[0, "weight", name]
+        for key in [k for k in still.tensors if k[1:] == ("weight", name)]:
+            still = changed(still, key, digest=start.digest)
+    assert against(still, one).code == DIFFERENT
     untied = changed(alike(run(4)), (1, "weight", "b"), digest=7)
     found = against(untied, one)
     assert found.code == DIFFERENT

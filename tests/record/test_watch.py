@@ -516,7 +516,7 @@ def ends_early(raises: bool) -> str:
 def test_a_rank_that_ends_early_is_named_and_hides_no_error(four: Cluster) -> None:
     told = four.run(ends_early, False)
     assert told[1] == ""
-    assert "rank 0 lacks a message of another rank for step 2 (none within " in told[0]
+    assert "rank 0 lacks a message of another rank for step 3 (none within " in told[0]
     assert four.run(ends_early, True)[1] == "'of the job'"
 
 
@@ -767,3 +767,45 @@ def test_weights_that_are_made_equal_after_a_step(two: Cluster, fault: str) -> N
     else:
         assert first and all("step 2: " in each for each in first)
         assert all("has other bits" in each for each in first)
+
+
+def diverges_at_the_end(average: str) -> list[str]:
+    """Train two parts by two optimizers; return messages."""
+    rank, said = current_world().rank, list[str]()
+    model = model_of()
+    parameters = [*model.parameters()]
+    halves = [torch.optim.SGD(parameters[n::2], lr=0.1) for n in range(2)]
+    with gradparity.watch(model, *halves, period=1, act=said.append):
+        for step in range(4):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 1.0 + rank)
+            for each in halves:
+                each.step()
+            for parameter in parameters if average == "always" or step < 3 else ():
+                dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
+    return said
+
+
+@pytest.mark.parametrize("average", ["always", "until the last step"])
+def test_weights_are_compared_once_more_at_the_end(two: Cluster, average: str) -> None:
+    """Two optimizers step before the job averages: the first one reads."""
+    first, second = two.run(diverges_at_the_end, average)
+    if average == "always":
+        assert first == second == []
+    else:
+        assert first and all("step 4: " in each for each in first)
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_a_rate_that_leaves_0_is_no_weight_that_stands_still(
+    caplog: pytest.LogCaptureFixture, period: int
+) -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradparity.watch(model, optimizer, period=period):
+        for step in range(12):
+            optimizer.param_groups[0]["lr"] = 0.1 * (step >= 6)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert "did not move" not in caplog.text

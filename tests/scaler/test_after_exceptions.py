@@ -599,6 +599,41 @@ def test_a_step_left_out_on_all_ranks_is_no_error(
     assert second == ([], [0.0 if lacks else 3.0, 0.0])
 
 
+# regression: H31-S2
+@pytest.mark.parametrize("case", ["no step", "no gradients", "a load", "refused"])
+def test_right_calls_miss_no_step(two: Cluster, case: str) -> None:
+    """Rank 1 passes None, or has no gradients: then its weights cannot differ."""
+
+    def run() -> float:
+        train, rank = Training(), dist.get_rank()
+        lacks = rank == 1 and case != "no gradients"
+        for iteration in range(5):
+            train.backward()
+            is_odd = iteration == 2
+            if rank == 1 and case == "no gradients" and is_odd:
+                train.first.zero_grad()
+            optimizer = None if lacks else train.first
+            if is_odd and case == "refused":
+                if not lacks:
+                    train.params[0].grad = torch.full((1,), float("inf"))
+                with pytest.raises(RuntimeError, match="total norm"):
+                    train.scaler.clip_grad_norm_(optimizer, 1.0, 2.0, True)
+                train.scaler.update(1024.0)
+                continue
+            train.scaler.unscale_(optimizer)
+            if is_odd and case == "a load":
+                train.scaler.load_state_dict(train.scaler.state_dict())
+            elif not (lacks and case == "no step") and not (
+                rank == 1 and is_odd and case == "no gradients"
+            ):
+                train.scaler.step(optimizer)
+            train.scaler.update()
+        return train.steps()[0]
+
+    steps, _ = trained(two, run)
+    assert steps == (5.0 if case in {"no step", "no gradients"} else 4.0)
+
+
 def test_a_rank_that_dropped_what_another_has_stepped_is_heard_of(
     two: Cluster,
 ) -> None:

@@ -470,6 +470,35 @@ def test_gradients_with_equal_norms_are_no_replicas(two: Cluster, order: float) 
         assert seen == pytest.approx(expected)
 
 
+# regression: H31-S1, H31-S4
+@pytest.mark.parametrize("first", ["zero", "shared", "own"])
+def test_parameters_of_one_size_that_train_in_turn(two: Cluster, first: str) -> None:
+    """One is held by both ranks, one by this rank alone. Zeros do not show which."""
+
+    def norms() -> list[tuple[float, float]]:
+        rank, seen = dist.get_rank(), []
+        shared, own = (nn.Parameter(torch.zeros(8)) for _ in range(2))
+        optimizer, scaler = torch.optim.SGD([shared, own], lr=0.0), scaled()
+        for step in range(8):
+            is_own = (step // 2) % 2 == (first != "own")
+            shared.grad = own.grad = None
+            if first == "zero" and step == 0:
+                shared.grad, own.grad, expected = torch.zeros(8), torch.zeros(8), 0.0
+            elif is_own:
+                own.grad = torch.full((8,), (rank + 1) * SCALE)
+                expected = (8 * (1 + 4)) ** 0.5
+            else:
+                shared.grad = torch.full((8,), (step + 1) * SCALE)
+                expected = 8**0.5 * (step + 1)
+            seen.append((scaler.clip_and_step(optimizer, 1e9).item(), expected))
+            scaler.update()
+        return seen
+
+    for seen in two.run(norms):
+        for norm, expected in seen:
+            assert norm == pytest.approx(expected)
+
+
 def test_partial_gradients_are_summed_first(two: Cluster) -> None:
     def step() -> tuple[float, list[float]]:
         mesh = init_device_mesh("cpu", (2,))
