@@ -514,7 +514,11 @@ def _session_order(config: pytest.Config) -> SessionOrder:
     if _SESSION not in config.stash:
         config.stash[_SESSION] = SessionOrder(
             options=(options := dict(_options(config))),
-            args=(*config.args, *_texts(config, options)),
+            args=(*_loaded(config), *config.args),
+            # what a rank must parse itself: options that are not sent, or must be given
+            written=internals.as_written(
+                config, lambda o: o.required or o.dest not in options
+            ),
             folder=str(config.invocation_params.dir),
             terminal=_terminal(config),
             temporary=internals.temporary_folder(config),
@@ -563,7 +567,7 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
         if name in _OWN_OF_A_RANK:
             yield name, _OWN_OF_A_RANK[name]
         elif is_plain(value):
-            yield name, value  # any other value is parsed again, see `_texts`
+            yield name, value  # ranks parse other options again
     yield "rootdir", str(config.rootpath)
     yield "inifilename", config.inipath and str(config.inipath)
     # The forkserver has imported the plugins before any session.
@@ -572,12 +576,11 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
     # Other ranks may still read a folder that a rank made for all of them.
     overrides = config.option.override_ini or ()
     yield "override_ini", [*overrides, "tmp_path_retention_policy=all"]
-    yield "plugins", [*config.option.plugins, "no:terminal"]
+    yield "plugins", ["no:terminal"]
     yield "gradparity_rank", True
 
 
-def _texts(config: pytest.Config, sent: Mapping[str, Any]) -> Iterator[str]:
-    # What a rank must parse itself: options that are not sent, or must be given.
-    own = internals.as_text(config, lambda o: o.required or o.dest not in sent)
-    for words in own.values():
-        yield from words
+def _loaded(config: pytest.Config) -> Iterator[str]:
+    # by arguments, since plugins declare options that ranks parse
+    for plugin in config.option.plugins:
+        yield from ("-p", plugin)

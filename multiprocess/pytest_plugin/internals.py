@@ -8,10 +8,10 @@ from __future__ import annotations
 import io
 import os
 import shlex
-from argparse import SUPPRESS, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from _pytest._code.code import (
@@ -22,6 +22,7 @@ from _pytest._code.code import (
 )
 from _pytest._io import TerminalWriter
 from _pytest._io.saferepr import saferepr as saferepr  # the plugin uses it from here
+from _pytest.config import get_config
 from _pytest.runner import runtestprotocol
 from _pytest.skipping import Xfail, xfailed_key
 
@@ -34,50 +35,104 @@ def configure(config: pytest.Config) -> None:
     config._do_configure()
 
 
-def as_text(config: pytest.Config, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return options as they were written, to be parsed by another session.
+class Written(NamedTuple):
+    """An option as it was written."""
+
+    dest: str
+    flag: str
+    words: tuple[str, ...]
+
+
+class _Record(Action):
+    """Adds its option to a list, and makes no value of it."""
+
+    def __call__(
+        self, parser: object, namespace: Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        assert flag is not None
+        joined = isinstance(values, str)
+        words = (f"{flag}={values}",) if joined else (flag, *(values or ()))
+        namespace.written.append(Written(self.dest, flag, words))
+
+
+def as_written(
+    config: pytest.Config, is_wanted: Callable[[Action], bool]
+) -> list[Written]:
+    """Return options of a session as they were written, in pytest's order.
 
     Args:
-        config: Configuration of this session.
-        is_wanted: Receives an action of argparse; true if the option is wanted.
-
-    Returns:
-        For each wanted option that was given: its destination and its arguments.
+        config: Configuration of the session.
+        is_wanted: Receives an action of argparse; true if its option is wanted.
     """
-    parser: Any = config._parser
+    own = _parser_of(config._parser)
+    records = ArgumentParser(
+        prefix_chars=own.prefix_chars,
+        fromfile_prefix_chars=own.fromfile_prefix_chars,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    wanted = set[str]()
+    for each in own._actions:
+        if flags := each.option_strings:
+            records.add_argument(
+                *flags, dest=each.dest, nargs=each.nargs, action=_Record
+            )
+            if is_wanted(each):
+                wanted.update(flags)
+    words = [*config.getini("addopts")]
+    words += shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    words += map(str, config.invocation_params.args)
+    parsed, _ = records.parse_known_args(words, Namespace(written=[]))
+    return [each for each in parsed.written if each.flag in wanted]
+
+
+def configured(
+    options: Mapping[str, Any], args: Sequence[str], written: Sequence[Written]
+) -> pytest.Config:
+    """Return the configuration of a session inside of another one.
+
+    Args:
+        options: Values of options.
+        args: Arguments to parse.
+        written: Options to parse in place of their values, if this session has them.
+    """
+    words = [*args, *(word for each in written for word in each.words)]
+    config = get_config(words)
+    vars(config.option).update(options)
+    config.pluginmanager.register(_Known(written))
+    config.parse(words, addopts=False)
+    for each in config.option.plugins:
+        config.pluginmanager.consider_pluginarg(each)
+    return config
+
+
+class _Known:
+    """Plugin that removes options which no plugin or conftest of a session has."""
+
+    def __init__(self, written: Sequence[Written]) -> None:
+        self._written = written
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_load_initial_conftests(
+        self, early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+    ) -> Generator[None, object, object]:
+        """Remove them from the arguments, once conftests are imported."""
+        result = yield
+        actions = _parser_of(parser)._actions
+        flags = {flag for action in actions for flag in action.option_strings}
+        for each in self._written:
+            if each.flag in flags:
+                vars(early_config.option).pop(each.dest, None)
+            else:
+                place = args.index(each.words[0])
+                del args[place : place + len(each.words)]
+        return result
+
+
+def _parser_of(parser: Any) -> ArgumentParser:
     # pytest before 9.1 makes argparse's parser when it parses
-    parser = getattr(parser, "optparser", None) or parser._getparser()
-    actions = [each for each in parser._actions if each.dest != "file_or_dir"]
-    wanted = [each for each in actions if each.option_strings and is_wanted(each)]
-    plain = {"type": None, "choices": None, "required": False, "default": SUPPRESS}
-    before = [{name: getattr(each, name) for name in plain} for each in actions]
-    for each in actions:
-        # the defaults of the others are not asked for
-        vars(each).update(plain if each in wanted else {"required": False})
-    words = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
-    words += [*config.getini("addopts"), *map(str, config.invocation_params.args)]
-    try:
-        values = vars(parser.parse_known_args(words, Namespace())[0])
-    finally:
-        for each, values_before in zip(actions, before, strict=True):
-            vars(each).update(values_before)
-    texts = {}
-    for each in wanted:
-        if each.dest in values:
-            flag, value = each.option_strings[-1], values[each.dest]
-            texts[each.dest] = _written(flag, each.nargs, value)
-    return texts
-
-
-def _written(flag: str, nargs: object, value: Any) -> list[str]:
-    if nargs == 0 or (nargs == "?" and not isinstance(value, str)):
-        return [flag]
-    several = value if isinstance(value, list) else [value]
-    if nargs in {None, "?"}:
-        joint = "=" if flag.startswith("--") else ""
-        return [f"{flag}{joint}{each}" for each in several]
-    groups = several if several and isinstance(several[0], list) else [several]
-    return [word for group in groups for word in (flag, *group)]
+    own: ArgumentParser = getattr(parser, "optparser", None) or parser._getparser()
+    return own
 
 
 def write_nowhere(config: pytest.Config) -> None:

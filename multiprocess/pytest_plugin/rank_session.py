@@ -12,7 +12,7 @@ import os
 import sys
 import unittest
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,9 @@ class SessionOrder:
 
     options: Mapping[str, Any]
     args: tuple[str, ...]
+    written: Sequence[internals.Written]
+    """Options that ranks parse, if they have them."""
+
     folder: str
     """Folder in which the parent was started; paths are relative to it."""
 
@@ -193,7 +196,7 @@ class RankSession:
         here = os.getcwd()
         os.chdir(order.folder)
         try:
-            self.config = pytest.Config.fromdictargs(options, list(order.args))
+            self.config = internals.configured(options, order.args, order.written)
         finally:
             os.chdir(here)
         # pytest-randomly reads its option there, also without pytest-xdist.

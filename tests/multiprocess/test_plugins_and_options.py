@@ -137,6 +137,112 @@ def test_it(request):
     assert "2 passed in" in done.stdout, done.stdout
 
 
+PLUGIN = """
+import enum
+
+class Mode(enum.Enum):
+    A = "a"
+    B = "b"
+
+def pytest_addoption(parser):
+    parser.addoption("--mode", type=Mode, default=Mode.A)
+    parser.addoption("--other", type=Mode, default=Mode.A)
+    parser.addoption("--model", required=True, action="append")
+"""
+OF_A_PLUGIN = """
+@pytest.mark.world(2)
+def test_it(request):
+    value = request.config.getoption
+    assert value("--mode").name == "B" and value("--other").name == "A"
+    assert value("--model") == ["m"]
+"""
+
+
+# regression: H31-H1
+@pytest.mark.parametrize("where", ["args", "ini"])
+def test_ranks_parse_the_options_of_a_plugin_that_is_named(
+    session: Session, pytester: pytest.Pytester, where: str
+) -> None:
+    pytester.makepyfile(plug=PLUGIN)
+    pytester.syspathinsert()
+    options = ["--mode=b", "--model=m"]
+    if where == "ini":
+        pytester.makeini("[pytest]\naddopts = -p plug\n")
+    else:
+        options += ["-p", "plug"]
+    done = session(OF_A_PLUGIN, *options)
+    assert "1 passed in" in done.stdout, done.stdout
+
+
+# regression: H31-H1
+def test_options_of_a_plugin_object_fail_no_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        plug=PLUGIN.replace("required=True, ", ""),
+        test_it="import pytest\n\n@pytest.mark.world(2)\ndef test_it(): pass\n",
+    )
+    options = ["-q", "-p", "no:cacheprovider", "--mode=b", "--model=m"]
+    main = f"import plug, pytest\npytest.main({options}, plugins=[plug])\n"
+    done = pytester.runpython(pytester.makepyfile(main=main))
+    done.assert_outcomes(passed=1)
+
+
+# regression: H31-H4
+def test_options_of_the_environment_win_on_ranks_over_the_ini_file(
+    session: Session, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makeconftest(PLUGIN)
+    pytester.makeini("[pytest]\naddopts = --mode=a\n")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--mode=b")
+    done = session(OF_A_PLUGIN, "--model=m")
+    assert "1 passed in" in done.stdout, done.stdout
+
+
+ACTIONS = """
+import argparse, enum
+
+class Mode(enum.Enum):
+    A = "a"
+    B = "b"
+
+class Add(argparse.Action):
+    def __call__(self, parser, namespace, values, flag=None):
+        before = getattr(namespace, self.dest) or []
+        setattr(namespace, self.dest, [*before, Mode(values)])
+
+def pytest_addoption(parser):
+    add = parser.addoption
+    add("--a", action="store_const", const=Mode.A, dest="kind")
+    add("--b", action="store_const", const=Mode.B, dest="kind")
+    add("--add", action=Add)
+    add("--with-a", action="append_const", const=Mode.A, dest="parts")
+    add("--with-b", action="append_const", const=Mode.B, dest="parts")
+    add("--many", type=Mode, nargs="+", action="append")
+"""
+
+
+# regression: H31-H5
+def test_constants_and_actions_of_options_are_the_same_on_ranks(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest(ACTIONS)
+    lists = ("--many", "a", "b", "--many", "b", "--with-a", "--with-b", "--with-a")
+    done = session(
+        """
+@pytest.mark.world(2)
+def test_it(request):
+    value = request.config.getoption
+    assert value("kind").name == "A"
+    assert [each.name for each in value("add")] == ["B", "A"]
+    assert [each.name for each in value("parts")] == ["A", "B", "A"]
+    assert [[each.name for each in part] for part in value("many")] == [
+        ["A", "B"], ["B"]
+    ]
+""",
+        *("--b", "--a", "--add=b", "--add", "a", *lists),
+    )
+    assert "1 passed in" in done.stdout, done.stdout
+
+
 # regression: H28-19
 def test_a_fixture_finds_its_test_among_those_of_the_session(
     session: Session, pytester: pytest.Pytester
