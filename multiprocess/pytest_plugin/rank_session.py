@@ -396,9 +396,22 @@ def _debug(terminal: str, error: BaseException | None, text: str) -> None:
 class _Wide:
     """Settings of a fixture with a wider scope than a function."""
 
-    def __init__(self, changes: list[Change]) -> None:
-        self._changes = changes
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+        self._before: list[Any] = []
         self._before_its_end: list[Any] | None = None
+
+    def set_up(self) -> None:
+        """Note the settings before the fixture's setup, or before its next part."""
+        from ..rank import global_state
+
+        self._before = global_state.settings()
+
+    def keep(self) -> None:
+        """Keep what the fixture's setup has changed since `set_up`."""
+        from ..rank import global_state
+
+        self._changes += global_state.keep_changes(self._before)
 
     def begin_to_end(self) -> None:
         """Note the settings before the fixture's own teardown, which comes next."""
@@ -431,6 +444,8 @@ class _RankPlugin:
         self._latest: tuple[pytest.TestReport, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
         self._wide: dict[int, _Wide] = {}
+        self._in_setup: list[_Wide] = []
+        """Fixtures with a wider scope than a function; each requests the next one."""
         self._folders: dict[Path, pytest.Collector] = {}
 
     def begin(self) -> None:
@@ -593,19 +608,37 @@ class _RankPlugin:
 
         They stay until the fixture is torn down.
         """
-        from ..rank import global_state, left_behind
+        from ..rank import left_behind
 
-        is_wide = fixturedef.scope != "function"
-        before = global_state.settings() if is_wide else []
-        value = yield
-        if inspect.iscoroutine(value) or inspect.isasyncgen(value):
-            refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
-        if is_wide:
-            wide = _Wide(global_state.keep_changes(before))
-            self._wide[id(fixturedef)] = wide
-            fixturedef.addfinalizer(wide.begin_to_end)
-            left_behind.allow_present()
-        return value
+        with self._setup_of(fixturedef) as wide:
+            value = yield
+            if inspect.iscoroutine(value) or inspect.isasyncgen(value):
+                refuse_unrun(f"the fixture `{fixturedef.argname}`", value)
+            if wide is not None:
+                wide.keep()
+                fixturedef.addfinalizer(wide.begin_to_end)
+                left_behind.allow_present()
+            return value
+
+    @contextmanager
+    def _setup_of(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[_Wide | None]:
+        """Yield the settings of a fixture in its setup; None for a function's scope."""
+        if fixturedef.scope == "function":
+            yield None
+            return
+        # what a fixture changes that another one requests by name is not the other's
+        outer = self._in_setup[-1:]
+        for each in outer:
+            each.keep()
+        wide = self._wide[id(fixturedef)] = _Wide()
+        self._in_setup.append(wide)
+        wide.set_up()
+        try:
+            yield wide
+        finally:
+            self._in_setup.pop()
+            for each in outer:
+                each.set_up()
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """Undo what a fixture with a wider scope has set."""

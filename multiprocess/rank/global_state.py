@@ -191,19 +191,22 @@ def keep_changes(before: Sequence[Any]) -> list[Change]:
     """
     changes = list(_changes(before, settings()))
     for place, name, _, after in changes:
-        _give_back(place, name, after)
+        _replace(_given_back, place, name, after)
     return changes
 
 
 def undo_changes(changes: Sequence[Change]) -> None:
-    """Let the current call undo changes that `keep_changes` kept.
+    """Undo changes that `keep_changes` kept, now and at the end of the current call.
 
     A setting that has changed again since then stays as it is.
     """
-    for place, name, before, after in changes:
-        value = _given_back[place]
-        if (value if name is None else value.get(name, _ABSENT)) == after:
-            _give_back(place, name, before)
+    present = settings()
+    for place, name, before, after in reversed(changes):
+        for values in (_given_back, present):
+            value = values[place]
+            if (value if name is None else value.get(name, _ABSENT)) == after:
+                _replace(values, place, name, before)
+    _put(present)
 
 
 def _changes(before: Sequence[Any], after: Sequence[Any]) -> Iterator[Change]:
@@ -219,13 +222,19 @@ def _changes(before: Sequence[Any], after: Sequence[Any]) -> Iterator[Change]:
                 yield Change(place, name, *values)
 
 
-def _give_back(place: int, name: str | None, value: Any) -> None:
+def _replace(values: list[Any], place: int, name: str | None, value: Any) -> None:
     if name is None:
-        _given_back[place] = value
+        values[place] = value
     elif value is _ABSENT:
-        _given_back[place].pop(name, None)
+        values[place].pop(name, None)
     else:
-        _given_back[place][name] = value
+        values[place][name] = value
+
+
+def _put(values: Sequence[Any]) -> None:
+    for (get, put), value in zip(_SETTINGS, values, strict=True):
+        if get() != value:  # some setters cost more than a whole call
+            put(value)
 
 
 @contextmanager
@@ -243,9 +252,7 @@ def restored_settings() -> Iterator[None]:
                 signal.ITIMER_PROF,
             ):
                 signal.setitimer(timer, 0)
-            for (get, put), value in zip(_SETTINGS, _given_back, strict=True):
-                if get() != value:  # some setters cost more than a whole call
-                    put(value)
+            _put(_given_back)
 
 
 def seed_everything(seed: int) -> None:

@@ -359,3 +359,71 @@ def test_each_fixture_keeps_and_undoes_only_its_own_settings(
     pytester.makepyfile(test_z=OF_ANOTHER_FILE)
     done = session(SETTINGS.replace(later, ""), ".")
     assert "10 passed" in done.stdout, done.stdout
+
+
+REQUESTED = """
+@pytest.fixture(scope="module")
+def narrow(request):
+    os.environ["NARROW"] = "1"
+    request.getfixturevalue("wide")
+    torch.set_default_dtype(torch.float64)
+
+@pytest.mark.world(2)
+def test_it(narrow):
+    assert os.environ["WIDE"] == os.environ["NARROW"] == "1"
+"""
+OF_THE_WIDER = """
+import os
+import pytest, torch
+
+@pytest.mark.world(2)
+def test_later(wide):
+    assert os.environ["WIDE"] == "1" and "NARROW" not in os.environ
+    assert torch.get_default_dtype() is torch.float32
+"""
+
+
+# regression: H31-H2
+def test_settings_of_a_fixture_outlive_a_narrower_one_that_requests_it(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makeconftest("""
+        import os, pytest
+
+        @pytest.fixture(scope="session")
+        def wide():
+            os.environ["WIDE"] = "1"
+            yield
+            del os.environ["WIDE"]
+    """)
+    pytester.makepyfile(test_z=OF_THE_WIDER)
+    done = session(REQUESTED, ".")
+    assert "2 passed in" in done.stdout, done.stdout
+
+
+PARAMETERS = """
+@pytest.fixture(scope="module", params=["a", "b"])
+def wide(request):
+    os.environ["WIDE"] = request.param
+
+@pytest.mark.world(2)
+def test_it(wide, request):
+    assert os.environ["WIDE"] == request.node.callspec.params["wide"]
+"""
+
+
+# regression: H31-H3
+def test_a_fixture_with_parameters_leaves_no_settings(
+    session: Session, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        test_z="""
+        import os, pytest
+
+        @pytest.mark.world(2)
+        def test_later():
+            assert "WIDE" not in os.environ
+    """
+    )
+    done = session(PARAMETERS, ".")
+    assert "3 passed in" in done.stdout, done.stdout
