@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import unittest
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from numbers import Number
+from numbers import Complex, Number, Real
 from typing import Any
 
 from .rank.endings import refuse_unrun
@@ -79,7 +79,9 @@ class TestCase(unittest.TestCase):
 
         Args:
             first: Any value; tensors may be inside lists, tuples and dicts. One with a
-                single element may be compared with a number.
+                single element may be compared with a number, and any with an array of
+                NumPy. Other values beside tensors must be equal, but for numbers if
+                there are ``tolerances``.
             second: Expected value.
             msg: Shown if the values differ.
             **tolerances: ``rtol``, ``atol`` and others of ``assert_close``.
@@ -100,29 +102,29 @@ class TestCase(unittest.TestCase):
         place: str,
     ) -> None:
         text = msg if msg is not None or not place else f"at {place}"
-        values = first, second
+        is_tensor = [isinstance(each, torch.Tensor) for each in (first, second)]
+        values = first, second = _tensor_of(torch, first), _tensor_of(torch, second)
+        has_tensor = any(isinstance(each, torch.Tensor) for each in values)
         if all(isinstance(each, dict) for each in values):
             super().assertEqual(first.keys(), second.keys(), text)
             parts = [(key, first[key], second[key]) for key in first]
         elif all(isinstance(each, list | tuple) for each in values):
             super().assertEqual(len(first), len(second), text)
             parts = [*zip(range(len(first)), first, second, strict=True)]
-        elif not any(isinstance(each, torch.Tensor) for each in values):
-            super().assertEqual(first, second, text)
-            return
-        elif all(isinstance(each, torch.Tensor | Number) for each in values):
+        elif (has_tensor or tolerances) and all(
+            isinstance(each, torch.Tensor | Number) for each in values
+        ):
             settings = dict(tolerances)
-            if not all(isinstance(each, torch.Tensor) for each in values):
-                first, second = map(torch.as_tensor, values)
-                if first.numel() == second.numel() == 1:
-                    first, second = first.reshape(()), second.reshape(())
+            if not all(is_tensor):
                 settings = {"check_dtype": False, "check_device": False} | settings
             torch.testing.assert_close(
-                first,
-                second,
+                *_comparable(torch, values),
                 msg=lambda own: own + (f"\n{text}" if text else ""),
                 **settings,
             )
+            return
+        elif not has_tensor:
+            super().assertEqual(first, second, text)
             return
         else:
             self.fail(self._formatMessage(text, f"{first!r} != {second!r}"))
@@ -175,3 +177,38 @@ def _holds_tensor(value: Any, tensor: type[Any]) -> bool:
     if isinstance(value, list | tuple):
         return any(_holds_tensor(part, tensor) for part in value)
     return isinstance(value, tensor)
+
+
+def _tensor_of(torch: Any, value: Any) -> Any:
+    """Return the tensor of an array of NumPy, and any other value unchanged."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return value
+    return torch.as_tensor(value.copy())  # torch warns of arrays that are read-only
+
+
+def _comparable(torch: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Return tensors and numbers in forms in which their comparison rounds no number.
+
+    A tensor beside a number brings its tolerances.
+    """
+    tensors = [each for each in values if isinstance(each, torch.Tensor)]
+    if len(tensors) == 2:
+        return values
+    if any(each.numel() != 1 for each in tensors):
+        return [torch.as_tensor(each) for each in values]  # whose shapes differ
+    if any(each.is_floating_point() or each.is_complex() for each in tensors):
+        return [
+            each.reshape(())
+            if isinstance(each, torch.Tensor)
+            else torch.tensor(
+                each, dtype=torch.cdouble if _is_complex(each) else torch.double
+            )
+            for each in values
+        ]
+    # + since torch compares no bool with another number
+    return [+(v.item() if isinstance(v, torch.Tensor) else v) for v in values]
+
+
+def _is_complex(number: Number) -> bool:
+    return isinstance(number, Complex) and not isinstance(number, Real)

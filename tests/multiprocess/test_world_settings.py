@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -382,3 +383,40 @@ def test_tensors_are_compared_inside_of_other_values() -> None:
         own.assertEqual(*other[-1])
     with pytest.raises(AssertionError, match="of the caller"):
         own.assertEqual([one], [one + 1], "of the caller")
+
+
+# regression: H31-H6
+def test_numbers_and_arrays_beside_tensors_are_not_rounded() -> None:
+    one, own, double = torch.tensor(1.0), TestCase(), torch.float64
+    of_numpy = numpy.ones(3)[::-1]
+    of_numpy.flags.writeable = False
+    equal: tuple[tuple[Any, Any], ...] = (
+        (torch.tensor(1e300, dtype=double), 1e300),
+        (torch.tensor(2**63 + 5, dtype=torch.uint64), 2**63 + 5),
+        (torch.tensor([2**53 + 1]), 2**53 + 1),
+        (torch.tensor(0.1), 0.1),
+        (1.001, torch.tensor(1.0, dtype=torch.bfloat16)),
+        (torch.tensor(1j), 1j),
+        (torch.tensor(True), 1),
+        (one, numpy.float32(1)),
+        ([one, of_numpy], [one, of_numpy]),
+        (torch.ones(3), of_numpy),
+    )
+    for first, second in equal:
+        own.assertEqual(first, second)
+    other: tuple[tuple[Any, Any], ...] = (
+        (torch.tensor(math.inf), 1e300),
+        (torch.tensor(1 + 1e-6, dtype=double), 1.0),
+        (torch.tensor([2**53 + 1]), 2**53),
+        (torch.tensor(1.0), 1j),
+        ([one, of_numpy], [one, 2 * of_numpy]),
+        ([one, of_numpy], [one, [1.0, 1.0, 1.0]]),
+        (torch.zeros(3), of_numpy),
+    )
+    for first, second in other:
+        with pytest.raises(AssertionError):
+            own.assertEqual(first, second)
+    own.assertEqual([one, 1.0], [one, 1.1], rtol=0.2, atol=0.0)
+    own.assertEqual([one, True], [one, 1], rtol=0.2, atol=0.0)
+    with pytest.raises(AssertionError, match=r"at \[1\]"):
+        own.assertEqual([one, 1.0], [one, 1.1], rtol=0.01, atol=0.0)
