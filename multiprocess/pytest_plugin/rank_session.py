@@ -630,11 +630,15 @@ class _RankPlugin:
         outer = self._in_setup[-1:]
         for each in outer:
             each.keep()
-        wide = self._wide[id(fixturedef)] = _Wide()
+        wide = _Wide()
         self._in_setup.append(wide)
         wide.set_up()
         try:
             yield wide
+            self._wide[id(fixturedef)] = wide
+        except BaseException:
+            wide.end()
+            raise
         finally:
             self._in_setup.pop()
             for each in outer:

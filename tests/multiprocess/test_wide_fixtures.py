@@ -368,9 +368,21 @@ def narrow(request):
     request.getfixturevalue("wide")
     torch.set_default_dtype(torch.float64)
 
+@pytest.fixture(scope="module")
+def fails(request):
+    os.environ["OF_A_FAILURE"] = "1"
+    request.getfixturevalue("wide")
+    raise ValueError("after the wide one")
+
+@pytest.mark.world(2)
+def test_fails(request):
+    with pytest.raises(ValueError, match="after the wide one"):
+        request.getfixturevalue("fails")
+
 @pytest.mark.world(2)
 def test_it(narrow):
     assert os.environ["WIDE"] == os.environ["NARROW"] == "1"
+    assert "OF_A_FAILURE" not in os.environ
 """
 OF_THE_WIDER = """
 import os
@@ -398,7 +410,7 @@ def test_settings_of_a_fixture_outlive_a_narrower_one_that_requests_it(
     """)
     pytester.makepyfile(test_z=OF_THE_WIDER)
     done = session(REQUESTED, ".")
-    assert "2 passed in" in done.stdout, done.stdout
+    assert "3 passed in" in done.stdout, done.stdout
 
 
 PARAMETERS = """
