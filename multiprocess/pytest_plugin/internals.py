@@ -99,14 +99,14 @@ def configured(
     words = [*args, *(word for each in written for word in each.words)]
     config = get_config(words)
     vars(config.option).update(options)
-    config.pluginmanager.register(_Known(written))
+    config.pluginmanager.register(_Unread(written))
     config.parse(words, addopts=False)
     for each in config.option.plugins:
         config.pluginmanager.consider_pluginarg(each)
     return config
 
 
-class _Known:
+class _Unread:
     """Plugin that removes options which no plugin or conftest of a session has."""
 
     def __init__(self, written: Sequence[Written]) -> None:
