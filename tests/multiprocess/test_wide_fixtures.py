@@ -77,7 +77,8 @@ def test_before(world, wide):
         waits = "while [ ! -e go ]; do sleep 0.05; done"
         lives = f"grep -qs '^State:.*[^Z] (' {status}"
         ends = f"kill -9 {os.getpid()}; while {lives}; do sleep 0.05; done"
-        kills = f"{waits}; {ends}; touch killed"
+        # the parent hears of the end from the process that started the rank
+        kills = f"{waits}; {ends}; sleep 0.4; touch killed"
         subprocess.Popen(["sh", "-c", kills], start_new_session=True)
 
 @pytest.mark.world(2)
