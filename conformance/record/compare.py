@@ -56,6 +56,8 @@ LOOSE = 0.05
 NOISY = 3
 """Number of noise runs of --noise 2: again, and two nudged ones. One nudged run alone
 may miss the noise of a tensor by chance."""
+FEW = 2
+"""Number of tensors that say by their names where a difference begins."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
@@ -162,6 +164,10 @@ def _locate(
         one, other, at, factor, is_update=is_update, is_first=at == steps[0]
     )
     found.leads += [where] if where else []
+    if not (where or factor or is_update) and len({row.name for row in wrong}) > FEW:
+        found.leads.append(
+            "to learn in which block it begins, record both sides with --modules"
+        )
 
 
 def tell_steps(found: Comparison, one: Side, other: Side, steps: Sequence[int]) -> None:
@@ -497,7 +503,7 @@ def _where(
 
     The result is only a hint. The loss of a rank may be a mean over its own rows or its
     micro-batch, which scales its gradients. So gradients of outputs are compared up to
-    one factor, taken from the last block.
+    one factor, taken from the last block. Without recorded blocks both are empty.
     """
     every = one.run.names(OUTPUT, step)
     if every and one.run.rows.get(step) != other.run.rows.get(step):
@@ -505,11 +511,8 @@ def _where(
         return [], f"where: not known, {why}, so outputs of blocks are not compared"
     names = {name: name for name in every}
     forward = list(rows_of_sides(one, other, names, [step], [OUTPUT]))
-    if not forward and every:
-        return [], "where: no block has an output on both sides"
     if not forward:
-        ask = "to learn in which block it begins, record both sides with --modules"
-        return [], "" if factor or is_update else ask
+        return [], "where: no block has an output on both sides" if every else ""
     start = f"where: step {step}: "
     of = f"{len(forward)} of {len(every)} compared"
     wrong = [row for row in forward if row.differs]

@@ -167,10 +167,14 @@ def test_nobody_asks_where_of_runs_that_are_the_same_or_kept_no_blocks() -> None
         comparison = against(other)
         assert comparison.code == code and comparison.blocks == []
         assert not any(line.startswith("where") for line in comparison.lines)
-    plain = compare(
-        Side(name="one", run=run(), noisy=(run(1), nudged(2), nudged(3))),
-        Side(name="mesh", run=times(WRONG)),
-    )
-    assert plain.code == DIFFERENT
-    assert not any(line.startswith("where") for line in plain.lines)
-    assert sum("record both sides with --modules" in line for line in plain.lines) == 1
+    several = {("gradient", name): 2.0 + n for n, name in enumerate("abc")}
+    # the names of one or two tensors say enough
+    for factors, asks in ((WRONG, 0), (ALL, 0), (several, 1)):
+        plain = compare(
+            Side(name="one", run=run(), noisy=(run(1), nudged(2), nudged(3))),
+            Side(name="mesh", run=times(factors)),
+        )
+        assert plain.code == DIFFERENT
+        assert not any(line.startswith("where") for line in plain.lines)
+        told = [line for line in plain.lines if "both sides with --modules" in line]
+        assert len(told) == asks
