@@ -38,6 +38,9 @@ _RUNNER = pytest.StashKey["Runner"]()
 _WANTED = pytest.StashKey["Wanted | str"]()
 _DEFAULTS = pytest.StashKey[Mapping[str, Any]]()
 _AGENT: pytest.StashKey[Agent] = pytest.StashKey()
+_ATTRIBUTES = pytest.StashKey[pytest.Mark]()
+"""Settings that a `TestCase` class has as attributes."""
+
 _EXIT_CODE = pytest.StashKey[int]()
 _AFTER = pytest.StashKey[dict[pytest.Item, pytest.Item]]()
 
@@ -77,7 +80,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             settings = cls(item.name)._marker_settings()  # noqa: SLF001  # its own class
         except Exception as error:  # of a property; the test's setup reports it
             settings = {"world_size": error}
-        item.add_marker(pytest.mark.world(**settings))  # after those of the method
+        item.stash[_ATTRIBUTES] = pytest.mark.world(**settings).mark
+        item.add_marker(pytest.mark.world())  # for -m and other plugins
 
 
 def pytest_collection_modifyitems(
@@ -99,7 +103,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Create one test for each world size of a marker."""
-    markers = list(metafunc.definition.iter_markers(_MARK))
+    markers = _markers(metafunc.definition)
     if not markers:
         return
     from ..rank.endings import unrunnable
@@ -312,6 +316,22 @@ def _size(item: pytest.Item, settings: Mapping[str, Any]) -> Any:
     return sizes[0]
 
 
+def _markers(item: pytest.Item) -> list[pytest.Mark]:
+    """Return the markers of a test, the closest one first."""
+    own, wide = list[pytest.Mark](), list[pytest.Mark]()
+    of_classes: dict[pytest.Class, list[pytest.Mark]] = {}
+    for node, mark in item.iter_markers_with_node(_MARK):
+        if isinstance(node, pytest.Class):
+            of_classes.setdefault(node, []).append(mark)
+        else:
+            (own if node is item else wide).append(mark)
+    for marks in of_classes.values():
+        own += reversed(marks)  # pytest has those of base classes first
+    if (attributes := item.stash.get(_ATTRIBUTES, None)) is not None:
+        own.append(attributes)
+    return own + wide
+
+
 def _size_or_0(item: pytest.Item) -> int:
     wanted = _wanted(item) if _on_ranks(item) else ""
     return 0 if isinstance(wanted, str) else wanted.spec.world_size
@@ -323,7 +343,7 @@ def _wanted(item: pytest.Item) -> Wanted | str:
         config = item.config
         agent = config.stash.get(_AGENT, None)
         try:
-            settings = settings_of(item.iter_markers(_MARK))
+            settings = settings_of(_markers(item))
             item.stash[_WANTED] = world_of(
                 _size(item, settings),
                 settings,

@@ -325,6 +325,29 @@ class TestSizes:
     def test_several(self, world):
         assert world.world_size in (2, os.cpu_count())
 
+class TestBase:
+    @pytest.mark.world(timeout_s=20)
+    def test_inherited(self, world):
+        assert world.world_size == self.size
+
+    size = 3
+
+@pytest.mark.world(2)
+class TestDerived(TestBase):
+    size = 2
+
+@pytest.mark.world(1)
+class TestAgain(TestDerived):
+    size = 1
+
+class TestOurBase(TestCase):
+    world_size = 2
+
+@pytest.mark.world(1)
+class TestOurDerived(TestOurBase):
+    def test_marker(self):
+        assert current_world().world_size == self.world_size == 1
+
 class TestOurs(TestCase):
     world_size = 2
     default_group = False
@@ -343,7 +366,7 @@ class TestOurs(TestCase):
         pass
 """
     )
-    assert "7 passed, 1 error in" in done.stdout, done.stdout
+    assert "11 passed, 1 error in" in done.stdout, done.stdout
     assert "which only a marker of a plain test function or class can" in done.stdout
     assert (
         "world_size has no size"
