@@ -343,7 +343,7 @@ def _check(
     if not optimizers:
         raise ValueError("give the optimizers that train the model")
     for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
+        if not _takes_hooks(optimizer):
             raise TypeError(
                 f"watch needs optimizers of torch, and got {_kind(optimizer)}: give "
                 "each as an argument, and of a wrapper the optimizer inside of it"
@@ -363,6 +363,17 @@ def _check(
             raise TypeError(
                 f"{name} needs a function, and got {function!r}: write lambda: ..."
             )
+
+
+def _takes_hooks(optimizer: Any) -> bool:
+    """Return False for wrappers, also where they subclass torch's optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:  # such as torch's PostLocalSGDOptimizer
+        return False
+    return True
 
 
 def _kind(value: object) -> str:

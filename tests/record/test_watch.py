@@ -588,6 +588,10 @@ def test_a_norm_of_fsdp2_is_sent_as_a_plain_tensor(two: Cluster) -> None:
             assert text.endswith("holds a part: return its full_tensor()")
 
 
+class Outer(torch.optim.Optimizer):
+    """Wrapper without the state of its base, as torch's PostLocalSGDOptimizer."""
+
+
 def test_one_process_can_watch_and_bad_use_raises() -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -608,6 +612,9 @@ def test_one_process_can_watch_and_bad_use_raises() -> None:
     wrong: Any = [optimizer]
     with pytest.raises(TypeError, match=r"optimizers of torch, and got a list: give"):
         gradparity.watch(model, wrong)
+    outer: Any = Outer.__new__(Outer)
+    with pytest.raises(TypeError, match=r"got a Outer: give each as an argument"):
+        gradparity.watch(model, outer)
     with pytest.raises(TypeError, match=r"a torch\.nn\.Module, and got a list"):
         gradparity.watch(wrong, optimizer)
     with pytest.raises(TypeError, match=r"scale needs a function, and got 1\.0: write"):
