@@ -338,7 +338,7 @@ def test_the_survey_passes_a_right_and_fails_wrong_models(tmp_path: Path) -> Non
     }
     assert [run.name for run in models["hrm_text"].runs] == [LOADED]
     assert len(models["hrm_text"].runs[0].departed) == 24
-    assert "`qwen3` | wrong |  | pass | fail | fail |" in render(whole)
+    assert "`qwen3` | wrong |  | pass | pass | fail | fail | skipped |" in render(whole)
     accumulating, misloading = sorted(families(whole), key=lambda f: f.misloads)
     assert misloading.misloads and accumulating.accumulates
     assert accumulating.rule.style == "replicated_with_grad_allreduce"

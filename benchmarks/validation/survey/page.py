@@ -12,6 +12,7 @@ from rich.table import Table
 from gradparity.benchmarks.validation.survey.catalogue import PLANS, chosen_types
 from gradparity.benchmarks.validation.survey.findings import COMMAND, FindingRecord
 from gradparity.benchmarks.validation.survey.records import ModelRecord, Survey
+from gradparity.benchmarks.validation.survey.script import MICRO_BATCHES
 from gradparity.benchmarks.validation.survey.templating import filled
 from gradparity.conformance.report.table import legible, row
 from gradparity.conformance.status import plain
@@ -127,7 +128,9 @@ def _summary(survey: Survey) -> Iterator[str]:
 
 
 def _models(plan: str, models: Sequence[ModelRecord]) -> Iterator[str]:
-    names = list(dict.fromkeys(run.name for m in models for run in m.runs))
+    seen = {run.name for model in models for run in model.runs}
+    # not in the order in which models were done: they are checked beside each other
+    names = [name for name in MICRO_BATCHES if name in seen]
     yield f"## `{plan}`\n\n{PLANS[plan].promise}\n"
     yield row(("model type", "verdict", *names, "why", "seconds"))
     yield "|---" * (4 + len(names)) + "|"
