@@ -382,7 +382,7 @@ class RankTrace:
 
     lost_buffer: str = ""
     """First buffer that the workload's own load did not restore: no rank had saved its
-    value, or it is the initial one. Empty if there is none."""
+    value, or it is the initial one. Empty if all were restored."""
 
     saved: Saved | None = None
     """State of the scaler after the last step, if another world begins with it."""

@@ -205,10 +205,10 @@ def _obstacles(
     for side in (one, other):
         for text in other_on_ranks(side):
             yield DIFFERENT, text
-    apart = [*unlike_replicas(one, other, steps)]
+    replicas = [*unlike_replicas(one, other, steps)]
     for step in steps:
         # unequal replicas compute other inputs of a second model, say
-        for at, text in apart:
+        for at, text in replicas:
             if at <= step:
                 yield DIFFERENT, text
         for text in other_inputs(one, other, names, step):
@@ -216,7 +216,7 @@ def _obstacles(
     for side in (one, other):
         for text in other_again(side, steps):
             yield NOT_COMPARABLE, text
-    for _, text in apart:
+    for _, text in replicas:
         yield DIFFERENT, text
     for text in lacking(one, other, names, steps):
         yield DIFFERENT, text
@@ -325,20 +325,20 @@ def _clipped(code: int, one: Side, other: Side, steps: Sequence[int]) -> Iterato
 
     if len(steps) < 2:
         return
-    alike = [*map(are_alike, norms)]
+    mine, its = map(are_alike, norms)
     if are_alike([*norms[0], *norms[1]]):
         yield (
             f"clipped: the norm of the whole gradient is {norms[0][0]:.4g} at each "
             "step on both sides, which hides a wrong factor of the loss: record once "
             "without clipping"
         )
-    elif code == DIFFERENT and any(alike):
-        clips, its = (one, other) if alike[0] else (other, one)
-        size = norms[0 if alike[0] else 1][0]
-        others = ", ".join(f"{norm:.4g}" for norm in norms[1 if alike[0] else 0])
+    elif code == DIFFERENT and (mine or its):
+        clips, free = (one, other) if mine else (other, one)
+        (size, *_), others = norms if mine else norms[::-1]
+        texts = ", ".join(f"{norm:.4g}" for norm in others)
         yield (
             f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
-            f"{clips.name}, and {others} in {its.name}: do both clip by the norm of "
+            f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
             "all shards?"
         )
 

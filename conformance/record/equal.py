@@ -563,10 +563,10 @@ def _copied(run: Run, name: str, paired: Container[str]) -> str:
 
     A tensor that never moves shows no copy: its gradients need not be added up.
     """
-    weights = _weights(run, name)
+    alike = _begin_alike(run, name, paired)
+    weights = _weights(run, name) if alike else {}
     if len({*weights.values()}) < 2:
         return ""
-    alike = _begin_alike(run, name, paired)
     return next((each for each in alike if _weights(run, each) == weights), "")
 
 

@@ -364,13 +364,6 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
             whole[which] = merge([*parts[which], *_not_stepped(parts, which)])
     last = max((step for step, kind, _ in whole if kind == "gradient"), default=0)
     early = [] if exact else _average(whole, parts, last)
-    for name in early:  # read inside of the last step, before the job averages weights
-        del whole[last + 1, "weight", name]
-        if (last, "gradient", name) in whole:
-            whole[last, "gradient", name] = merge(
-                parts[last, "gradient", name], averages=True
-            )
-            whole.pop((last, "update", name), None)
     # a tensor that no module has: unless ranks begin equal, their shares are unknown
     firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
     hidden = {name for name, first in firsts.items() if first.unlike}
@@ -449,10 +442,19 @@ def _average(
 
     The job then sums gradients in its optimizer, or averages weights after each step.
 
+    Weights after step ``last`` are read inside of it, before the job averages them. In
+    a job that made most of its weights equal after each step before, those that differ
+    between ranks are removed.
+
     Returns:
-        Tensors whose weights after step ``last`` differ between ranks, in a job that
-        made most of its weights equal after each step before.
+        Names of the removed weights.
     """
+
+    def average(at: int, name: str) -> None:
+        whole[at, "gradient", name] = merge(parts[at, "gradient", name], averages=True)
+        # the step's weights were gradients before the sum
+        whole.pop((at, "update", name), None)
+
     averaged, apart = set[str](), set[str]()
     for which in sorted(key for key, each in whole.items() if each.unlike):
         at, what, name = which
@@ -464,14 +466,17 @@ def _average(
         # a step that moved nothing does not show how gradients are summed
         if not after.unlike and before.digest != after.digest:
             averaged.add(name)
-            whole[which] = merge(parts[which], averages=True)
-            # its weights were gradients before the sum
-            whole.pop((at, "update", name), None)
+            average(at, name)
     names = {name for _, kind, name in whole if kind == "weight"}
     if apart or 2 * len(averaged) <= len(names):
         return []
     ends = ((name, whole.get((last + 1, "weight", name))) for name in names)
-    return sorted(name for name, end in ends if end is not None and end.unlike)
+    early = sorted(name for name, end in ends if end is not None and end.unlike)
+    for name in early:
+        del whole[last + 1, "weight", name]
+        if (last, "gradient", name) in whole:
+            average(last, name)
+    return early
 
 
 def _not_stepped(
