@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -245,9 +245,7 @@ class Run:
     settings: Mapping[tuple[int, str], Mapping[str, Any]]
     """(step, parameter) -> settings of its param group, such as the rate."""
     rows: Mapping[int, frozenset[int]]
-    """Step -> digests of the rows of the model's inputs. These are the rows of tokens,
-    or floating-point rows if no rank has tokens: later stages of a pipeline always get
-    floats."""
+    """Step -> digests of the rows of the model's inputs, on all ranks."""
     unpadded: Mapping[int, Mapping[int, Sequence[int]]]
     """Two digests without padding of each row of tokens, by step and by the row's
     digest."""
@@ -375,7 +373,7 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         for call in recording.calls
         for name in call.without_gradient
     }
-    first = ranks[min(ranks)]
+    first, given = ranks[min(ranks)], _given(ranks)
     stepped = {name for _, kind, name in whole if kind == "weight"}
     settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
     skipping: dict[tuple[int, str], set[int]] = {}
@@ -403,11 +401,17 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         },
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
         absent=_absent(settings, ranks),
-        rows=_rows(ranks.values()),
-        counts=_counts(ranks),
+        rows={
+            step: frozenset[int]().union(*map(_every, by_rank.values()))
+            for step, by_rank in given.items()
+        },
+        counts={
+            step: {rank: sum(map(len, inputs)) for rank, inputs in by_rank.items()}
+            for step, by_rank in given.items()
+        },
         unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
         sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
-        bags=_bags(ranks.values()),
+        bags=_bags(ranks, given),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
@@ -519,24 +523,22 @@ def _absent(
     return absent
 
 
-def _rows(ranks: Collection[Recording]) -> dict[int, frozenset[int]]:
-    rows_by_step: dict[int, set[int]] = {}
-    tokens = any(recording.rows for recording in ranks)
-    for recording in ranks:
-        rows_of_steps = recording.rows if tokens else recording.rows_of_floats
-        for step, inputs in rows_of_steps.items():
-            for rows in inputs:
-                rows_by_step.setdefault(step, set()).update(rows)
-    return {step: frozenset(rows) for step, rows in rows_by_step.items()}
+Given = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
+"""Digests of the rows of each input of the model, by step and rank."""
 
 
-def _counts(ranks: Mapping[int, Recording]) -> dict[int, dict[int, int]]:
-    counts: dict[int, dict[int, int]] = {}
+def _given(ranks: Mapping[int, Recording]) -> Given:
+    """Return the rows of tokens, or floating-point rows if no rank has tokens.
+
+    Later stages of a pipeline always get floating-point rows: the activations.
+    """
+    has_tokens = any(recording.rows for recording in ranks.values())
+    given: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
     for rank, recording in ranks.items():
-        rows_of_steps = recording.rows or recording.rows_of_floats
-        for step, inputs in rows_of_steps.items():
-            counts.setdefault(step, {})[rank] = sum(map(len, inputs))
-    return counts
+        rows = recording.rows if has_tokens else recording.rows_of_floats
+        for step, inputs in rows.items():
+            given.setdefault(step, {})[rank] = inputs
+    return given
 
 
 def _is_unnamed(key: Key) -> bool:
@@ -565,8 +567,7 @@ def _rows_of_blocks(
 ) -> dict[int, frozenset[int]]:
     """Return each rank's digests of rows; float rows only if no rank has tokens."""
     rows_by_rank = {
-        rank: frozenset(r for rows in each.rows_of_blocks.get(step, ()) for r in rows)
-        for rank, each in ranks.items()
+        rank: _every(each.rows_of_blocks.get(step, ())) for rank, each in ranks.items()
     }
     tokens = {rank for rank, each in ranks.items() if each.rows.get(step)}
     return {
@@ -576,17 +577,23 @@ def _rows_of_blocks(
     }
 
 
-def _bags(ranks: Collection[Recording]) -> dict[int, int]:
+def _bags(ranks: Mapping[int, Recording], given: Given) -> dict[int, int]:
     """Return the sum of all ranks' bags by step; bags of equal rows count once."""
-    bags_by_step: dict[int, dict[frozenset[int], int]] = {}
-    tokens = any(recording.rows for recording in ranks)
-    for recording in ranks:
-        rows_of_steps = recording.rows if tokens else recording.rows_of_floats
-        for step, inputs in rows_of_steps.items():
-            rows = frozenset(row for rows in inputs for row in rows)
-            if step in recording.bags:
-                bags_by_step.setdefault(step, {})[rows] = sum(recording.bags[step])
-    return {step: sum(of.values()) % WORD for step, of in bags_by_step.items()}
+    bags_by_step: dict[int, int] = {}
+    for step, by_rank in given.items():
+        bags = {
+            _every(by_rank[rank]): sum(ranks[rank].bags[step])
+            for rank in by_rank
+            if step in ranks[rank].bags
+        }
+        if bags:
+            bags_by_step[step] = sum(bags.values()) % WORD
+    return bags_by_step
+
+
+def _every(inputs: Iterable[Iterable[int]]) -> frozenset[int]:
+    """Return the digests of all rows, each once."""
+    return frozenset(row for rows in inputs for row in rows)
 
 
 def _evaluations(ranks: Iterable[Recording]) -> dict[int, int]:
