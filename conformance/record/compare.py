@@ -18,9 +18,7 @@ import numpy as np
 from ..status import counted
 from .differences import COARSE, Row, rows_of_sides
 from .equal import (
-    copies,
     equal_inputs,
-    lacking,
     listed,
     no_step,
     other_again,
@@ -35,6 +33,7 @@ from .equal import (
 )
 from .merge import Run, Side
 from .modules import GRADIENT, OUTPUT
+from .one_sided import copies, lacking
 from .regions import Region, region_of
 
 __all__ = ["Comparison", "Row", "Side", "compare", "tell_steps"]

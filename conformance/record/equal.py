@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from .parts import UNNAMED
 from .rows import NEAR
 
 __all__ = [
-    "copies",
     "equal_inputs",
-    "lacking",
     "listed",
     "no_step",
     "other_again",
@@ -485,137 +483,6 @@ def unlike_replicas(
                 f"step {step}: replicas of {name} differ: "
                 f"{_unlike(side, side.run.replicas[key])}{end}",
             )
-
-
-def lacking(
-    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
-) -> Iterator[str]:
-    """Yield sentences on what only one side does.
-
-    Examples: only one side trains a tensor, steps it, skips its step or has its
-    gradient.
-    """
-    partners = {its: mine for mine, its in names.items()}
-    for has, lacks, paired, its_paired in (
-        (one, other, names, partners),
-        (other, one, partners, names),
-    ):
-        stepped, theirs = has.run.starts, lacks.run.starts.keys()
-        # a tensor without a partner can then match nothing on the other side
-        all_paired = theirs == its_paired.keys() and not lacks.run.unnamed
-        alone = [name for name in stepped if name in lacks.run.unstepped]
-        if all_paired:
-            alone += [
-                name
-                for name in stepped
-                if name not in paired and name not in lacks.run.unstepped
-                if not _copied(has.run, name, paired)
-            ]
-        if alone:
-            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-            yield _untied(has, lacks, alone[0], paired) or (
-                f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
-                f"steps it, but an optimizer of {has.name} does"
-            )
-    for step in steps:
-        for mine, its in names.items():
-            stepping = (
-                (step, "weight", mine) in one.run.tensors,
-                (step, "weight", its) in other.run.tensors,
-            )
-            if stepping[0] != stepping[1]:
-                side, idle = (one, other) if stepping[0] else (other, one)
-                yield (
-                    f"step {step}: {idle.name} does not step {mine}, and {side.name} "
-                    "does"
-                )
-            skips = (step, mine) in one.run.skipped, (step, its) in other.run.skipped
-            if skips[0] != skips[1]:
-                side, steps_it = (one, other) if skips[0] else (other, one)
-                yield (
-                    f"step {step}: {side.name} has found an inf and skips {mine}, and "
-                    f"{steps_it.name} steps it"
-                )
-            first = (step, mine) not in one.run.without_gradient
-            second = (step, its) not in other.run.without_gradient
-            has, name, lacks = (one, mine, other) if first else (other, its, one)
-            if first != second and not _does_nothing(has.run, step, name):
-                yield f"step {step}: {lacks.name} has no gradient of {mine}"
-
-
-def _untied(has: Side, lacks: Side, name: str, paired: Container[str]) -> str:
-    """Return a sentence if the side that lacks a tensor may tie it to another one."""
-    alike = _begin_alike(has.run, name, paired)
-    if name in lacks.run.unstepped or len(alike) != 1:
-        return ""
-    weights, theirs = (_weights(has.run, each) for each in (name, alike[0]))
-    both = sorted(weights.keys() & theirs.keys())
-    step = next((s for s in both if weights[s] != theirs[s]), both[0])
-    return (
-        f"step {step}: {name} and {alike[0]} of {has.name} began equal and do not stay "
-        f"so. {lacks.name} has {alike[0]} alone and may tie the two: then {has.name} "
-        "must add up their gradients"
-    )
-
-
-def _copied(run: Run, name: str, paired: Container[str]) -> str:
-    """Return the tensor of which another one is a copy in all steps; "" if none.
-
-    A tensor that never moves shows no copy: its gradients need not be added up.
-    """
-    alike = _begin_alike(run, name, paired)
-    weights = _weights(run, name) if alike else {}
-    if len({*weights.values()}) < 2:
-        return ""
-    return next((each for each in alike if _weights(run, each) == weights), "")
-
-
-def _begin_alike(run: Run, name: str, paired: Container[str]) -> list[str]:
-    """Return the tensors with a partner that begin with the bits of another one.
-
-    Vectors are not looked for, because all weights of layer norms begin alike.
-    """
-    step, start = run.starts[name]
-    return [
-        other
-        for other, (at, its) in run.starts.items()
-        if len(start.shape) > 1 and other != name and other in paired
-        if (at, its.shape, its.digest) == (step, start.shape, start.digest)
-    ]
-
-
-def _weights(run: Run, name: str) -> dict[int, int | None]:
-    """Return the digests of a weight by step."""
-    return {
-        step: whole.digest
-        for (step, kind, its), whole in run.tensors.items()
-        if (kind, its) == ("weight", name)
-    }
-
-
-def copies(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on tensors that are copies of another one on one side only."""
-    for has, lacks, paired in (
-        (one, other, {*names}),
-        (other, one, {*names.values()}),
-    ):
-        for name in has.run.starts:
-            if name in paired or name in lacks.run.unstepped:
-                continue
-            if partner := _copied(has.run, name, paired):
-                yield (
-                    f"tied: {name} of {has.name} keeps the bits of {partner}, and "
-                    f"{lacks.name} has the latter alone"
-                )
-
-
-def _does_nothing(run: Run, step: int, name: str) -> bool:
-    """Return True if a gradient is zero and the step does not move the weight."""
-    gradient = run.tensors.get((step, "gradient", name))
-    before, after = (run.tensors.get((s, "weight", name)) for s in (step, step + 1))
-    if gradient is None or before is None or after is None:
-        return False
-    return not gradient.largest and before.digest == after.digest
 
 
 def listed(numbers: Sequence[int]) -> str:

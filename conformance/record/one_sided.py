@@ -1,0 +1,159 @@
+"""Tensors that only one side trains or steps, and copies of tied weights.
+
+A pipeline may keep a copy of a tied weight on each end. The other side then has one of
+the two tensors alone, and the copies must stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from .merge import Run, Side
+
+__all__ = ["copies", "lacking"]
+
+
+def lacking(
+    one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
+) -> Iterator[str]:
+    """Yield sentences on what only one side does.
+
+    Examples: only one side trains a tensor, steps it, skips its step or has its
+    gradient.
+    """
+    yield from _untrained(one, other, names)
+    yield from _untrained(other, one, {its: mine for mine, its in names.items()})
+    for step in steps:
+        for mine, its in names.items():
+            yield from _unlike_steps(((one, mine), (other, its)), step)
+
+
+def _untrained(has: Side, lacks: Side, partners: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence on tensors that ``has`` trains and ``lacks`` does not.
+
+    Args:
+        has: side that trains them.
+        lacks: side that does not.
+        partners: name on the side ``has`` -> name on the other side.
+    """
+    stepped, idle = has.run.starts, lacks.run.unstepped
+    alone = [name for name in stepped if name in idle]
+    # a tensor without a partner can match nothing if all tensors over there have one
+    if lacks.run.starts.keys() == {*partners.values()} and not lacks.run.unnamed:
+        alone += [
+            name
+            for name in stepped
+            if name not in partners and name not in idle
+            if not _copied(has.run, name, partners)
+        ]
+    if alone:
+        more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+        yield _untied(has, lacks, alone[0], partners) or (
+            f"{lacks.name} does not train {alone[0]}{more}: no recorded optimizer "
+            f"steps it, but an optimizer of {has.name} does"
+        )
+
+
+_Pair = tuple[tuple[Side, str], tuple[Side, str]]
+"""Both sides, each with its name of one tensor."""
+
+
+def _unlike_steps(both: _Pair, step: int) -> Iterator[str]:
+    """Yield sentences if one side alone steps a tensor, skips it or has a gradient."""
+    named = both[0][1]
+    steps = [(step, "weight", name) in side.run.tensors for side, name in both]
+    if steps[0] != steps[1]:
+        (does, _), (idle, _) = _first(steps, both)
+        yield f"step {step}: {idle.name} does not step {named}, and {does.name} does"
+    skips = [(step, name) in side.run.skipped for side, name in both]
+    if skips[0] != skips[1]:
+        (skipping, _), (does, _) = _first(skips, both)
+        yield (
+            f"step {step}: {skipping.name} has found an inf and skips {named}, and "
+            f"{does.name} steps it"
+        )
+    gradients = [(step, name) not in side.run.without_gradient for side, name in both]
+    if gradients[0] != gradients[1]:
+        (has, its), (lacks, _) = _first(gradients, both)
+        if not _does_nothing(has.run, step, its):
+            yield f"step {step}: {lacks.name} has no gradient of {named}"
+
+
+def _first(does: Sequence[bool], both: _Pair) -> _Pair:
+    """Return the pair with the side that does something first."""
+    return both if does[0] else both[::-1]
+
+
+def _untied(has: Side, lacks: Side, name: str, paired: Container[str]) -> str:
+    """Return a sentence if the side that lacks a tensor may tie it to another one."""
+    alike = _begin_alike(has.run, name, paired)
+    if name in lacks.run.unstepped or len(alike) != 1:
+        return ""
+    weights, theirs = (_weights(has.run, each) for each in (name, alike[0]))
+    both = sorted(weights.keys() & theirs.keys())
+    step = next((s for s in both if weights[s] != theirs[s]), both[0])
+    return (
+        f"step {step}: {name} and {alike[0]} of {has.name} began equal and do not stay "
+        f"so. {lacks.name} has {alike[0]} alone and may tie the two: then {has.name} "
+        "must add up their gradients"
+    )
+
+
+def _copied(run: Run, name: str, paired: Container[str]) -> str:
+    """Return the tensor of which another one is a copy in all steps; "" if none.
+
+    A tensor that never moves shows no copy: its gradients need not be added up.
+    """
+    alike = _begin_alike(run, name, paired)
+    weights = _weights(run, name) if alike else {}
+    if len({*weights.values()}) < 2:
+        return ""
+    return next((each for each in alike if _weights(run, each) == weights), "")
+
+
+def _begin_alike(run: Run, name: str, paired: Container[str]) -> list[str]:
+    """Return the tensors with a partner that begin with the bits of another one.
+
+    Vectors are not looked for, because all weights of layer norms begin alike.
+    """
+    step, start = run.starts[name]
+    return [
+        other
+        for other, (at, its) in run.starts.items()
+        if len(start.shape) > 1 and other != name and other in paired
+        if (at, its.shape, its.digest) == (step, start.shape, start.digest)
+    ]
+
+
+def _weights(run: Run, name: str) -> dict[int, int | None]:
+    """Return the digests of a weight by step."""
+    return {
+        step: whole.digest
+        for (step, kind, its), whole in run.tensors.items()
+        if (kind, its) == ("weight", name)
+    }
+
+
+def copies(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield sentences on tensors that are copies of another one on one side only."""
+    for has, lacks, paired in (
+        (one, other, {*names}),
+        (other, one, {*names.values()}),
+    ):
+        for name in has.run.starts:
+            if name in paired or name in lacks.run.unstepped:
+                continue
+            if partner := _copied(has.run, name, paired):
+                yield (
+                    f"tied: {name} of {has.name} keeps the bits of {partner}, and "
+                    f"{lacks.name} has the latter alone"
+                )
+
+
+def _does_nothing(run: Run, step: int, name: str) -> bool:
+    """Return True if a gradient is zero and the step does not move the weight."""
+    gradient = run.tensors.get((step, "gradient", name))
+    before, after = (run.tensors.get((s, "weight", name)) for s in (step, step + 1))
+    if gradient is None or before is None or after is None:
+        return False
+    return not gradient.largest and before.digest == after.digest
