@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-import numpy as np
-
 from ..status import counted
 from .differences import COARSE, Row, rows_of_sides
 from .equal import (
@@ -32,9 +30,9 @@ from .equal import (
     unplaced,
 )
 from .merge import Run, Side
-from .modules import GRADIENT, OUTPUT
 from .one_sided import copies, lacking
 from .regions import Region, region_of
+from .where import where_it_begins
 
 __all__ = ["Comparison", "Row", "Side", "compare", "tell_steps"]
 
@@ -159,7 +157,7 @@ def _locate(
     at = wrong[0].step if wrong else steps[0]
     factor = _one_factor(one.run, found.rows, at)
     is_update = bool(wrong) and all(row.kind == "update" for row in wrong)
-    found.blocks, where = _where(
+    found.blocks, where = where_it_begins(
         one, other, at, factor, is_update=is_update, is_first=at == steps[0]
     )
     found.leads += [where] if where else []
@@ -487,101 +485,6 @@ def _spread(rows: Sequence[Row], step: int) -> float:
         if row.step == step and row.kind == "gradient" and row.noise > 0
     ]
     return median(ratios) if ratios else 0.0
-
-
-def _where(
-    one: Side,
-    other: Side,
-    step: int,
-    factor: str,
-    *,
-    is_update: bool,
-    is_first: bool,
-) -> tuple[list[Row], str]:
-    """Compare the blocks at a step; return their rows, and where the step differs.
-
-    The result is only a hint. The loss of a rank may be a mean over its own rows or its
-    micro-batch, which scales its gradients. So gradients of outputs are compared up to
-    one factor, taken from the last block. Without recorded blocks both are empty.
-    """
-    every = one.run.names(OUTPUT, step)
-    if every and one.run.rows.get(step) != other.run.rows.get(step):
-        why = "rows are in other pieces or have other bits"
-        return [], f"where: not known, {why}, so outputs of blocks are not compared"
-    names = {name: name for name in every}
-    forward = list(rows_of_sides(one, other, names, [step], [OUTPUT]))
-    if not forward:
-        return [], "where: no block has an output on both sides" if every else ""
-    start = f"where: step {step}: "
-    of = f"{len(forward)} of {len(every)} compared"
-    wrong = [row for row in forward if row.differs]
-    if wrong:
-        row, number = wrong[0], forward.index(wrong[0])
-        before = f", after {forward[number - 1].name}" if number else ""
-        words = f": it {row.words}" if row.words else ""
-        changed = "" if is_first else ". Weights may also have changed between steps"
-        return forward, (
-            f"{start}in forward. {row.name} is the first block whose output differs"
-            f"{before}, by {row.distance:.2g} of its size, and noise explains "
-            f"{row.bound:.2g}{words} ({of}){changed}"
-        )
-    same = f"{start}outputs of blocks are the same ({of}). "
-    names = {row.name: row.name for row in forward}
-    last = [n for n in names if (step, GRADIENT, n) in one.run.tensors][-1:]
-    scaled = _scaled(other, one.run, step, last[0]) if last else None
-    if scaled is None:
-        return forward, f"{same}Their gradients were not recorded on both sides"
-    backward = list(rows_of_sides(one, scaled, names, [step], [GRADIENT]))[::-1]
-    wrong = [row for row in backward if row.differs]
-    rows = forward + backward
-    if not wrong:
-        if factor:  # gradients of outputs are compared up to one common factor
-            return rows, (
-                f"{same}So are the gradients of outputs, up to one factor. Each "
-                f"gradient of a parameter {factor}: the loss has another factor, or "
-                "the sum over ranks"
-            )
-        if is_update:
-            return rows, (
-                f"{same}So are the gradients of outputs and of parameters. The "
-                "optimizer has another state, or makes another step"
-            )
-        return rows, (
-            f"{same}So are the gradients of outputs. Gradients of parameters are "
-            "computed, summed or kept in another way"
-        )
-    number = backward.index(wrong[0])
-    if not number:
-        return rows, f"{same}In backward, in the loss or after {wrong[0].name}"
-    return rows, (
-        f"{same}In backward through {backward[number - 1].name}: the gradient of the "
-        f"output of {wrong[0].name} is the first that differs"
-    )
-
-
-def _scaled(side: Side, reference: Run, step: int, last: str) -> Side | None:
-    """Scale gradients of all outputs by one factor, taken from block ``last``.
-
-    With this factor the block's gradient agrees with the reference. Returns the scaled
-    side, or None if no such factor is known.
-    """
-    mine = reference.tensors.get((step, GRADIENT, last))
-    its = side.run.tensors.get((step, GRADIENT, last))
-    if mine is None or its is None or not its.is_whole or not its.norm:
-        return None
-    assert mine.sketch is not None and its.sketch is not None
-    factor = float(mine.sketch @ its.sketch) / its.norm**2
-
-    def scaled(run: Run) -> Run:
-        tensors = {
-            key: replace(whole, sketch=whole.sketch * np.float32(factor))
-            if key[1] == GRADIENT and whole.sketch is not None
-            else whole
-            for key, whole in run.tensors.items()
-        }
-        return replace(run, tensors=tensors)
-
-    return replace(side, run=scaled(side.run), noisy=[scaled(n) for n in side.noisy])
 
 
 def _shown_later(side: Side, steps: Sequence[int]) -> Iterator[str]:
