@@ -420,16 +420,22 @@ class _Watch:
             self.log.inside[call] = self.open[-1][1]
         self.open.append((module, call))
         slots = iter(range(2**30))
+        seen: dict[int, Tensor] = {}
 
         def see(tensor: Tensor) -> Tensor:
             boundary = Boundary(micro_batch, name, number, INPUT, next(slots))
+            # attention takes another path if its three inputs are one tensor
+            if id(tensor) in seen:
+                return seen[id(tensor)]
             self._keep(boundary, tensor)
-            if not tensor.requires_grad:
-                return tensor
-            # Each module gets a view, so that gradients which other modules add stay
-            # out. Sums then round differently, so no verdict rests on a watched run.
-            own = tensor.view_as(tensor)
-            self._on_gradient(own, boundary, INPUT_GRADIENT)
+            own = tensor
+            if tensor.requires_grad:
+                # Each module gets a view, so that gradients which other modules add
+                # stay out. Sums then round differently, so no verdict rests on a
+                # watched run.
+                own = tensor.view_as(tensor)
+                self._on_gradient(own, boundary, INPUT_GRADIENT)
+            seen[id(tensor)] = own
             return own
 
         return _changed(args, see), _changed(kwargs, see)

@@ -18,6 +18,7 @@ from gradparity.conformance.comparison.compare import multiple_of
 from gradparity.conformance.comparison.diagnosis import is_sum_of
 from gradparity.conformance.comparison.localise import _common, _times
 from gradparity.conformance.rank.modules import (
+    INPUT,
     OUTPUT_GRADIENT,
     Boundary,
     is_whole,
@@ -622,3 +623,17 @@ def test_the_gradients_of_several_backwards_through_one_graph_add_up() -> None:
         (2 * output).sum().backward()
     seen = log.passed[Boundary(0, "", 0, OUTPUT_GRADIENT, 0)]
     assert (seen.values == 3).all()
+
+
+def test_a_tensor_that_a_module_gets_twice_stays_one() -> None:
+    """Attention packs its projections if its three inputs are one tensor."""
+    model = nn.MultiheadAttention(4, 2)
+    x = torch.ones(3, 1, 4, requires_grad=True)
+    same = list[bool]()
+    model.register_forward_pre_hook(lambda _, args: same.append(args[0] is args[1]))
+    with watch_modules([model], {model: ""}) as log:
+        model.register_forward_pre_hook(lambda _, args: same.append(args[0] is args[2]))
+        model(x, x, x)[0].sum().backward()
+    assert same == [True, True]
+    inputs = [b.slot for b in log.passed if b.kind == INPUT]
+    assert inputs == [0]
