@@ -156,7 +156,7 @@ def _locate(
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
     at = wrong[0].step if wrong else steps[0]
     factor = _one_factor(one.run, found.rows, at)
-    is_update = bool(wrong) and all(row.kind == "update" for row in wrong)
+    is_update = bool(wrong) and all(row.kind != "gradient" for row in wrong)
     found.blocks, where = where_it_begins(
         one, other, at, factor, is_update=is_update, is_first=at == steps[0]
     )
@@ -391,8 +391,8 @@ def _decide(
         found.decide(
             SAME,
             f"same: {len(compared)} tensors of {len(steps)} steps, the largest "
-            f"difference {largest.ratio:.2f} of its bound ({largest.kind} of "
-            f"{largest.name}, step {largest.step})",
+            f"difference {largest.ratio:.2f} of its bound ({largest.what}, step "
+            f"{largest.step})",
         )
     spreads = ", ".join(
         f"{ratio:.1f} at step {step}" if ratio < 1000 else f"{ratio:.1e} at step {step}"
@@ -465,7 +465,7 @@ def _sentence(row: Row, count: int, of: int, factor: str) -> str:
     """
     others = f"; {counted(count - 1, 'more tensor')} there" if count > 1 else ""
     words = f"{row.words}: it " if row.words else ""
-    subject = f"the {row.kind} of {row.name} {words}"
+    subject = f"the {row.what} {words}"
     if factor:
         subject = f"each gradient {factor}. That of {row.name} "
     return (
@@ -569,8 +569,7 @@ def _left_out(
     if blind:
         yield (
             f"not compared: {len(blind)} of {len(rows)}, because noise is as large as "
-            f"the tensor ({blind[0].kind} of {blind[0].name}, step {blind[0].step}, "
-            "first)"
+            f"the tensor ({blind[0].what}, step {blind[0].step}, first)"
         )
     gradients = [key for key in other.replicas if key[1] == "gradient"]
     if gradients:

@@ -15,6 +15,14 @@ and ranks round each summand instead. So the relative noise of such a gradient i
 least ``ROUNDING``. The relative noise of its update is at least twice that: a recorded
 update is multiplied by the gradient, and may be a multiple of it already.
 
+[Note: Idle elements]
+Where a gradient is zero, an update comes from decay or momentum: in rows of an
+embedding whose tokens are not in the batch, or in experts without tokens. It is
+compared as it is. Rounding may decide that a sum is zero, and Adam's step has the same
+size for any small gradient before. So the gradient must be zero at the same elements in
+all runs, and in all recorded steps before.
+
+[Note: Bounds of updates]
 The bound of an update also allows one unit in the last place of each weight: two nudged
 runs may miss a few elements that round the other way. In 16 bits, one in ``FLIPS``
 recorded numbers of an update may differ by any amount: Lion steps by the sign of a sum,
@@ -31,9 +39,10 @@ from statistics import median
 import numpy as np
 
 from ..status import counted
+from .kept import IDLE
 from .merge import Run, Side, Whole
 
-__all__ = ["COARSE", "KINDS", "Row", "rows_of_sides"]
+__all__ = ["COARSE", "KINDS", "UPDATES", "Row", "rows_of_sides"]
 
 FACTOR = 8.0
 """Factor from noise to bound; correct variants reached 0.17 of the bound at most."""
@@ -46,7 +55,7 @@ ROUNDING = {"bfloat16": 0.42 * 2.0**-8, "float16": 0.42 * 2.0**-11}
 """Noise of a rounded gradient, relative to its norm: the root mean square of rounding
 errors. Errors are uniform within half a unit in the last place, and the numbers are
 spread evenly on a logarithmic scale."""
-ROUNDED = {"gradient": 1, "update": 2}
+ROUNDED = {"gradient": 1, "update": 2, IDLE: 2}
 """Kind of tensor -> factor of ``ROUNDING`` in its noise."""
 CANCELS = {1: 8, 2: 2}
 """Number of elements -> factor of ``ROUNDING``. The summands of a gradient are rounded,
@@ -55,7 +64,8 @@ size once in 80 times. For two elements, it is below 1/16 once in 500 times."""
 FLIPS = 32
 """One in this many recorded numbers of an update may differ by any amount, if a job
 computes in 16 bits."""
-KINDS = ("gradient", "update")
+UPDATES = ("update", IDLE)
+KINDS = ("gradient", *UPDATES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,13 @@ class Row:
     first side's tensor."""
     words: str = ""
     """Description of the second side's tensor, such as ``is zero``; may be empty."""
+
+    @property
+    def what(self) -> str:
+        """Kind and name of the tensor, in words."""
+        if self.kind == IDLE:
+            return f"update of elements of {self.name} without a gradient"
+        return f"{self.kind} of {self.name}"
 
     @property
     def differs(self) -> bool:
@@ -107,6 +124,7 @@ def rows_of_sides(
         kinds: kinds of tensors.
     """
     worst: dict[tuple[str, str], float] = {}
+    idle = {*names}
     units = [
         {name: ROUNDING[dtype] for name, dtype in run.in_16_bits.items()}
         for run in (one.run, other.run)
@@ -115,6 +133,13 @@ def rows_of_sides(
     for step in steps:
         for kind in kinds:
             pairs = dict(_pairs(one.run, other.run, names, step, kind))
+            if kind == IDLE:  # see [Note: Idle elements]
+                idle &= _idle_alike(one, other, names, step)
+                pairs = {
+                    name: pair
+                    for name, pair in pairs.items()
+                    if name in idle and pair[0].digest
+                }
             sizes = {
                 name: mine.norm if mine.is_finite else 0.0
                 for name, (mine, _) in pairs.items()
@@ -134,11 +159,12 @@ def rows_of_sides(
                 size = sizes[name]
                 both = mine.is_finite and theirs.is_finite
                 distance = mine.distance(theirs) if both else math.inf
-                if kind == "update" and both and least.get("gradient", 0.0) > COARSE:
+                is_update = kind in UPDATES and both
+                if is_update and least.get("gradient", 0.0) > COARSE:
                     distance = _without_flips(mine, theirs)
                 noise = max(worst[kind, name], size * least[kind])
                 bound = FACTOR * noise
-                if kind == "update" and both:  # see [Note: Bounds]
+                if is_update:  # see [Note: Bounds of updates]
                     bound = max(bound, math.sqrt(max(mine.square, theirs.square)))
                 yield Row(
                     step=step,
@@ -149,6 +175,21 @@ def rows_of_sides(
                     noise=noise / (size or 1.0),
                     words=_words(one, mine, theirs, name, step, kind),
                 )
+
+
+def _idle_alike(
+    one: Side, other: Side, names: Mapping[str, str], step: int
+) -> set[str]:
+    """Return the tensors whose gradient is zero at the same elements in all runs."""
+    runs = [(run, True) for run in (one.run, *one.noisy)]
+    runs += [(run, False) for run in (other.run, *other.noisy)]
+
+    def positions(name: str, its: str) -> set[int | None]:
+        keys = ((run, name if is_first else its) for run, is_first in runs)
+        wholes = (run.tensors.get((step, IDLE, name)) for run, name in keys)
+        return {None if whole is None else whole.digest for whole in wholes}
+
+    return {name for name, its in names.items() if len(positions(name, its)) == 1}
 
 
 def _pairs(

@@ -14,6 +14,7 @@ from .compare import (
     Side,
     tell_steps,
 )
+from .differences import UPDATES
 from .equal import listed, no_step, other_inputs, step_on_ranks
 from .merge import Key, Run
 from .modules import GRADIENT, OUTPUT
@@ -72,12 +73,12 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
 
 BUFFER = "buffer"
 """Kind of the buffers of a model; they have no optimizer."""
-_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, "update": 4}
+_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, **dict.fromkeys(UPDATES, 4)}
 """Kind of tensor -> its position in a step; weights and states come first."""
 
 
 def _is_exact(key: tuple[int, str, str]) -> bool:
-    return key[1] != "update"  # an update has no digest
+    return key[1] not in UPDATES  # an update has no digest
 
 
 def _called(kind: str) -> str:

@@ -29,6 +29,7 @@ __all__ = [
     "BITS",
     "BUCKETS",
     "GRID",
+    "IDLE",
     "SLOTS",
     "Batch",
     "Box",
@@ -57,6 +58,8 @@ CHUNK = 1 << 22
 KEYS_BYTES = 1 << 29
 """Size of the cache of keys; one step uses the same keys five times."""
 _32 = 0xFFFFFFFF
+IDLE = "idle update"
+"""Kind of an update of those elements whose gradient is zero."""
 
 
 @dataclass(frozen=True)
@@ -124,16 +127,17 @@ class Kept:
         )
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Return the sketch of an update times its gradient's size.
+        """Return the sketch of an update, that is, of these numbers minus ``before``.
 
-        The sketch is that of these numbers minus that of ``before``.
+        Each element is multiplied by the size of its gradient; or it is counted only if
+        its gradient is zero.
 
         Its sum of squares is not that of the update. It is that of one unit in the last
-        place of each weight, also times the gradient's size: a correct step may round
-        each weight to either side.
+        place of each weight, multiplied alike: a correct step may round each weight to
+        either side.
 
         Args:
-            before: numbers of each weight times its gradient's size, before the step.
+            before: numbers of the weights before the step, multiplied alike.
             unit: distance from 1 to the next number in the weights' dtype.
         """
         assert self.sketch is not None and before.sketch is not None
@@ -151,6 +155,8 @@ class Wanted(NamedTuple):
     """Position of the part in the whole tensor."""
     weight: Tensor | None = None
     """Factor of each element; see `keep_values`."""
+    idle: bool = False
+    """True for the elements whose factor is zero; see `keep_values`."""
     only_bits: bool = False
     """True for the digest alone; see `keep_bits`."""
     rounded: bool = False
@@ -285,6 +291,8 @@ def keep_values(
     box: Box,
     weight: Tensor | None = None,
     rows: Tensor | None = None,
+    *,
+    idle: bool = False,
 ) -> Kept:
     """Return digest, sketch, sum of squares, largest and number of non-finite elements.
 
@@ -294,10 +302,12 @@ def keep_values(
         weight: tensor of the same shape, by whose absolute values the elements are
             multiplied.
         rows: (rows,) int64 digests that name the rows of the whole, in any order.
+        idle: true to take elements whose ``weight`` is zero as they are, and no others.
 
     Returns:
         Numbers on the device of the part; `Kept.plus` merges those of several parts.
-        With a ``weight`` there is only a sketch; all other numbers are 0.
+        With a ``weight`` there is only a sketch; all other numbers are 0. With ``idle``
+        the digest is that of the elements' positions.
     """
     device = part.device
     flat = part.detach().reshape(-1)
@@ -309,14 +319,22 @@ def keep_values(
     chunks = _chunks(flat.numel(), device)
     for start in chunks:
         values = flat[start : start + chunks.step]
+        by = None if sizes is None else sizes[start : start + chunks.step]
+        # most gradients have no zero; other devices would wait to find out
+        if idle and by is not None and by.is_cpu and by.count_nonzero() == len(by):
+            continue
         if rows is None:
             keys = keys_of(box, start, device)
         else:
             keys = _keys_of_rows(box, start, start + len(values), rows)
         # in the values' own dtype: a sign of 1 or -1 changes no digit
         doubles = (values * keys.signs).to(torch.float64)
-        if sizes is not None:
-            doubles *= sizes[start : start + chunks.step].abs()
+        if idle and by is not None:
+            is_idle = by == 0
+            doubles = torch.where(is_idle, doubles, 0.0)
+            digest = digest + (keys.words * is_idle).sum()
+        elif by is not None:
+            doubles *= by.abs()
         else:
             digest = digest + _digest(values, keys.words)
             square = square + doubles.dot(doubles)
@@ -397,7 +415,7 @@ class Sums(Generic[Key]):
 def _kept_alone(each: Wanted) -> Kept:
     if each.only_bits:
         return keep_bits(each.part, each.box, rounded=each.rounded)
-    return keep_values(each.part, each.box, weight=each.weight)
+    return keep_values(each.part, each.box, weight=each.weight, idle=each.idle)
 
 
 def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:

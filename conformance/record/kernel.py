@@ -90,7 +90,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
     flags = tl.load(own + 12).to(tl.int32)
     has_weight, has_sketch = (flags & 1) != 0, (flags & 2) != 0
     is_rounded, is_whole = (flags & 4) != 0, (flags & 8) != 0
-    is_vector = (flags & 16) != 0
+    is_vector, is_idle = (flags & 16) != 0, (flags & 32) != 0
 
     # Bounds of the rectangle of this tile that the piece has.
     tile = number % (GRID * GRID)
@@ -122,9 +122,16 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
         word = _mix(inner * 0x9E3779B1 + _mix(outer * 0x9E3779B1 + 1))
         odd = (word | 1).to(tl.int64)
         x = value.to(tl.float64)
+        has_any = has_sketch
         if has_weight:
-            by = tl.load(weights + at, mask=is_here, other=0.0)
-            x *= tl.abs(by.to(tl.float64))
+            by = tl.load(weights + at, mask=is_here, other=1.0).to(tl.float64)
+            if is_idle:
+                digest += tl.where(by == 0.0, odd, 0)
+                x = tl.where(by == 0.0, x, 0.0)
+                # most gradients have no zero, and buckets take most of the time
+                has_any = has_sketch & (tl.max((by == 0.0).to(tl.int32), axis=0) > 0)
+            else:
+                x *= tl.abs(by)
         else:
             digest += value.to(BITS, bitcast=True).to(tl.int64) * odd
             if is_rounded:
@@ -134,7 +141,7 @@ def _keep(  # type: ignore[no-untyped-def]  # compiled by Triton
                 largest = tl.maximum(largest, tl.abs(x))
                 bad += (tl.abs(x) == float("inf")).to(tl.int32)
                 unordered += (x != x).to(tl.int32)
-        if has_sketch:
+        if has_any:
             if is_whole:
                 alone = output * SLOTS + row.to(tl.int64) * n_columns + column
                 tl.store(sketches + alone, x, mask=is_here)
@@ -231,12 +238,13 @@ def rows_of(each: Wanted) -> NDArray[np.int64] | None:
     become pointers to its value and its weight. The number of programs of a piece
     becomes the number of its first program.
     """
-    return _rows_of(each.box, each.weight is not None, each.only_bits, each.rounded)
+    has_weight = each.weight is not None
+    return _rows_of(each.box, has_weight, each.only_bits, each.rounded, each.idle)
 
 
 @lru_cache(maxsize=100_000)  # each step asks seven times with equal arguments
 def _rows_of(
-    box: Box, has_weight: bool, only_bits: bool, is_rounded: bool
+    box: Box, has_weight: bool, only_bits: bool, is_rounded: bool, is_idle: bool
 ) -> NDArray[np.int64] | None:
     pieces = pieces_of(box.shape, box.offsets, box.local)
     if pieces is None:
@@ -251,6 +259,7 @@ def _rows_of(
         | is_rounded << 2
         | is_whole << 3
         | is_vector << 4
+        | is_idle << 5
     )
     rows: list[list[int]] = []
     for piece in pieces:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .files import Recording, Stored, read_run
-from .kept import Box
+from .kept import IDLE, Box
 from .modules import GRADIENT, OUTPUT
 from .parts import UNNAMED
 
@@ -457,7 +457,8 @@ def _average(
     def average(at: int, name: str) -> None:
         whole[at, "gradient", name] = merge(parts[at, "gradient", name], averages=True)
         # the step's weights were gradients before the sum
-        whole.pop((at, "update", name), None)
+        for update in ("update", IDLE):
+            whole.pop((at, update, name), None)
 
     averaged, apart = set[str](), set[str]()
     for which in sorted(key for key, each in whole.items() if each.unlike):

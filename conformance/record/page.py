@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .. import templates
 from .compare import Comparison, Row, Side
+from .kept import IDLE
 from .modules import GRADIENT, OUTPUT
 
 __all__ = ["write_page"]
@@ -21,6 +22,7 @@ VERDICTS = {0: "same", 1: "different", 2: "not comparable", 4: "undecided"}
 HEADINGS = {
     "gradient": "Gradients",
     "update": "Updates, weighted by the size of the gradient",
+    IDLE: "Updates of elements without a gradient",
     OUTPUT: "Outputs of blocks, at the first step that differs",
     GRADIENT: "Gradients of these outputs, up to one factor, as backward makes them",
 }
@@ -77,7 +79,7 @@ def _table(
 def _ranks(found: Comparison) -> Mapping[str, Mapping[int, Cell]]:
     """Return cells by tensor and rank, for tensors that differ on some ranks only."""
     return {
-        f"{row.kind} of {row.name}": {
+        row.what: {
             rank: _cell(replace(row, distance=share and row.distance * share, words=""))
             for rank, share in region.shares.items()
         }

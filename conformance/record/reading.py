@@ -5,8 +5,9 @@ When a step begins: the bits of weights, optimizer states and buffers. Once its
 gradients are computed: the gradients, and each weight times the absolute value of its
 gradient. After the step: that product again, with the same gradient. The difference of
 the two products is the update weighted by the gradient. Plain updates of Adam have a
-direction that rounding decides wherever the gradient is small. The weights after a step
-are read when the next step begins.
+direction that rounding decides wherever the gradient is small. Where the gradient is
+zero, as in rows of an embedding, the update itself is read: decay or momentum may move
+these weights. The weights after a step are read when the next step begins.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import pickle
 import random
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .files import Call, Settings, Stored, copied
-from .kept import Box, Sums, Wanted
+from .kept import IDLE, Box, Sums, Wanted
 from .parts import Part, Roots, parts_of, place
 
 __all__ = ["State", "Step", "dense", "states_of_generators"]
@@ -140,7 +141,7 @@ class Step:
             gradient, box = gradients[part.key] = part.cut(dense(part.stepped.grad))
             wanted["gradient", part.key] = Wanted(gradient, box)
             if box == part.box:
-                wanted["before", part.key] = Wanted(part.weight, box, weight=gradient)
+                wanted |= _weighted("before", part, gradient)
         return cls(call, start, Sums(wanted), gradients)
 
     def end(self) -> None:
@@ -150,7 +151,7 @@ class Step:
             if ("before", part.key) not in self.sums.boxes:
                 continue
             gradient, box = self.gradients[part.key]
-            wanted["after", part.key] = Wanted(part.weight, box, weight=gradient)
+            wanted |= _weighted("after", part, gradient)
             wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
         self.after = Sums(wanted)
         self.gradients.clear()
@@ -161,7 +162,7 @@ class Step:
         yield from self.start.stored(number, step)
         boxes, kept = self.sums.boxes, self.sums.read()
         for (kind, part), each in kept.items():
-            if kind != "before":
+            if not kind.startswith("before"):
                 key = f"{number}/{step}/{kind}/{part}"
                 yield key, Stored.of(boxes[kind, part], each)
         units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
@@ -169,10 +170,33 @@ class Step:
         for part in (part for kind, part in after if kind == "again"):
             # the digests differ if a kernel has divided the gradients in place
             if torch.equal(after["again", part].digest, kept["gradient", part].digest):
-                before = kept["before", part]
-                update = after["after", part].update(before, units[part])
-                key = f"{number}/{step}/update/{part}"
-                yield key, Stored.of(boxes["before", part], update)
+                for end, kind in _UPDATES.items():
+                    before = kept[f"before{end}", part]
+                    update = after[f"after{end}", part].update(before, units[part])
+                    if kind == IDLE and not update.digest:  # no gradient is zero
+                        update = replace(update, sketch=None)
+                    key = f"{number}/{step}/{kind}/{part}"
+                    yield key, Stored.of(boxes["before", part], update)
+
+
+_UPDATES = {"": "update", " idle": IDLE}
+"""End of the kind of two readings of weights -> kind of their difference."""
+
+
+def _weighted(when: str, part: Part, gradient: Tensor) -> dict[tuple[str, str], Wanted]:
+    """Return requests for the weights whose difference is an update.
+
+    Args:
+        when: ``before`` or ``after`` the step.
+        part: weights that are read.
+        gradient: gradient of the weights, in their layout.
+    """
+    return {
+        (f"{when}{end}", part.key): Wanted(
+            part.weight, part.box, weight=gradient, idle=kind == IDLE
+        )
+        for end, kind in _UPDATES.items()
+    }
 
 
 def dense(gradient: Tensor) -> Tensor:

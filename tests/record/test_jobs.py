@@ -389,7 +389,8 @@ def test_a_page_shows_each_tensor_at_each_step(
     code, told = compared(capsys, one, one, "--html", str(tmp_path / "page"))
     assert code == 0 and told.endswith("index.html\n")
     text = (tmp_path / "page" / "index.html").read_text()
-    assert text.count("<td") == 2 * 21 * 3
+    # and the words that are not in the batch
+    assert text.count("<td") == (2 * 21 + 1) * 3
     assert '<strong class="same">same</strong>' in text
 
 

@@ -76,6 +76,8 @@ def test_the_kernel_keeps_what_torch_keeps(dtype: torch.dtype) -> None:
             Wanted(other, box, only_bits=True, rounded=True),
             Wanted(part, box, weight=other),
             Wanted(part, box, weight=other.float()),
+            Wanted(part, box, weight=other.clamp(min=0), idle=True),
+            Wanted(part, box, weight=other.abs() + 1, idle=True),
         ]
     kept_by_number = Sums(dict(enumerate(wanted))).read()
     for number, each in enumerate(wanted):
@@ -85,7 +87,7 @@ def test_the_kernel_keeps_what_torch_keeps(dtype: torch.dtype) -> None:
         if each.only_bits:
             right = keep_bits(part, each.box, rounded=each.rounded)
         else:
-            right = keep_values(part, each.box, weight=weight)
+            right = keep_values(part, each.box, weight=weight, idle=each.idle)
         assert got.digest.item() == right.digest.item(), each.box
         assert got.rounded.item() == right.rounded.item(), each.box
         assert (got.sketch is None) == (right.sketch is None)

@@ -23,6 +23,7 @@ import gradparity
 from gradparity.conformance.record.compare import compare
 from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.exact import compare_exactly
+from gradparity.conformance.record.kept import IDLE
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
@@ -425,6 +426,33 @@ def test_rows_of_an_embedding_have_a_gradient(tmp_path: Path) -> None:
     (gradient,) = (each for key, each in run.tensors.items() if key[1] == "gradient")
     assert gradient.is_whole and gradient.norm > 0
     assert (0, "update", "weight") in run.tensors and run.notes == ()
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_the_update_of_rows_without_a_gradient_is_read(
+    tmp_path: Path, is_lazy: bool
+) -> None:
+    class Lazy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            before = words.weight.detach().clone()
+            super().step(closure)
+            if is_lazy:
+                words.weight.data[:4] = before[:4]
+
+    words = nn.Embedding(6, 2)
+    optimizer = Lazy(words.parameters(), 0.1, weight_decay=0.5)
+
+    def losses() -> Losses:
+        yield words(torch.tensor([[4, 5]])).square().sum()
+        optimizer.step()
+
+    start = words.weight.detach().clone()
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    update = run.tensors[0, IDLE, "weight"].sketch
+    assert update is not None and run.tensors[0, IDLE, "weight"].digest
+    due = torch.zeros_like(start) if is_lazy else -0.05 * start
+    due[4:] = 0
+    torch.testing.assert_close(torch.from_numpy(update).view(6, 2), due)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

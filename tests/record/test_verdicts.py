@@ -28,7 +28,7 @@ from gradparity.conformance.record.files import (
     Stored,
     write_rank,
 )
-from gradparity.conformance.record.kept import Box, keep_values
+from gradparity.conformance.record.kept import IDLE, Box, keep_values
 from gradparity.conformance.record.merge import Run, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.page import write_page
@@ -84,6 +84,50 @@ def test_rounding_may_flip_an_element_of_an_update_in_16_bits(
     flipped = flipped.copy()
     flipped[:count] *= -1
     assert against(changed(other, (1, kind, "b"), sketch=flipped), one).code == code
+
+
+def idle(given: Run, *moves: tuple[float, int]) -> Run:
+    """Return a run with updates of elements of b without a gradient.
+
+    Args:
+        given: run to change.
+        moves: for each step, the factor of the update and the digest of the elements.
+    """
+    tensors = {
+        (step, IDLE, "b"): replace(whole(factor * values(step, "b"), at), square=0.0)
+        for step, (factor, at) in enumerate(moves)
+    }
+    return replace(given, tensors={**given.tensors, **tensors})
+
+
+@pytest.mark.parametrize(
+    ("moves", "noisy", "code"),
+    [
+        ([(1, 7), (1, 7)], 7, SAME),
+        ([(1, 7), (0, 7)], 7, DIFFERENT),
+        ([(0, 8), (1, 7)], 7, SAME),  # other elements have no gradient
+        ([(0, 8), (0, 7)], 7, SAME),  # and may have moved otherwise in the step before
+        ([(0, 7), (1, 7)], 8, SAME),  # rounding decides which ones have none
+    ],
+)
+def test_decay_and_momentum_move_elements_without_a_gradient(
+    moves: list[tuple[float, int]], noisy: int, code: int
+) -> None:
+    right = [(1.0, 7), (1.0, 7)]
+    one = Side(
+        name="one",
+        run=idle(ONE.run, *right),
+        noisy=[idle(ONE.noisy[0], *right)]
+        + [idle(each, (1, noisy), (1, 7)) for each in ONE.noisy[1:]],
+    )
+    found = against(idle(run(4), *moves), one)
+    assert found.code == code, found.lines
+    if code == DIFFERENT:
+        text = "step 1: the update of elements of b without a gradient is zero: it "
+        assert found.lines[0].startswith(text)
+    else:
+        kept = 2 if moves == right else 0
+        assert sum(row.kind == IDLE for row in found.rows) == kept
 
 
 def test_a_step_without_noise_has_that_of_the_steps_before() -> None:

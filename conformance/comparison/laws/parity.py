@@ -124,7 +124,8 @@ _WAY_OUT = {
     "to name their parameters; else write gradients(stack) to return the gradients "
     "that they use",
     Lack.NOT_FINITE: "use a precision with a larger range, or a smaller learning rate",
-    Lack.NOISE: f"use more rows or a smaller learning rate, or {_LESS_ROUNDING}",
+    Lack.NOISE: "use more rows or a smaller learning rate, begin no layer with zeros, "
+    f"or {_LESS_ROUNDING}",
     Lack.DIRECTION: _LESS_ROUNDING,
     Lack.COUNTS: "the model on one process does not accept the inputs of shard, or the "
     "loss has several counts (return the loss of the whole batch on all ranks)",
