@@ -373,7 +373,7 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         for call in recording.calls
         for name in call.without_gradient
     }
-    first, given = ranks[min(ranks)], _given(ranks)
+    first, inputs = ranks[min(ranks)], _inputs(ranks)
     stepped = {name for _, kind, name in whole if kind == "weight"}
     settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
     skipping: dict[tuple[int, str], set[int]] = {}
@@ -403,15 +403,15 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         absent=_absent(settings, ranks),
         rows={
             step: frozenset[int]().union(*map(_every, by_rank.values()))
-            for step, by_rank in given.items()
+            for step, by_rank in inputs.items()
         },
         counts={
-            step: {rank: sum(map(len, inputs)) for rank, inputs in by_rank.items()}
-            for step, by_rank in given.items()
+            step: {rank: sum(map(len, rows)) for rank, rows in by_rank.items()}
+            for step, by_rank in inputs.items()
         },
         unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
         sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
-        bags=_bags(ranks, given),
+        bags=_bags(ranks, inputs),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
@@ -524,22 +524,22 @@ def _absent(
     return absent
 
 
-Given = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
+Inputs = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
 """Digests of the rows of each input of the model, by step and rank."""
 
 
-def _given(ranks: Mapping[int, Recording]) -> Given:
+def _inputs(ranks: Mapping[int, Recording]) -> Inputs:
     """Return the rows of tokens, or floating-point rows if no rank has tokens.
 
     Later stages of a pipeline always get floating-point rows: the activations.
     """
     has_tokens = any(recording.rows for recording in ranks.values())
-    given: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
+    by_step: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
     for rank, recording in ranks.items():
         rows = recording.rows if has_tokens else recording.rows_of_floats
-        for step, inputs in rows.items():
-            given.setdefault(step, {})[rank] = inputs
-    return given
+        for step, rows_of_inputs in rows.items():
+            by_step.setdefault(step, {})[rank] = rows_of_inputs
+    return by_step
 
 
 def _is_unnamed(key: Key) -> bool:
@@ -578,10 +578,10 @@ def _rows_of_blocks(
     }
 
 
-def _bags(ranks: Mapping[int, Recording], given: Given) -> dict[int, int]:
+def _bags(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, int]:
     """Return the sum of all ranks' bags by step; bags of equal rows count once."""
     bags_by_step: dict[int, int] = {}
-    for step, by_rank in given.items():
+    for step, by_rank in inputs.items():
         bags = {
             _every(by_rank[rank]): sum(ranks[rank].bags[step])
             for rank in by_rank
@@ -592,9 +592,9 @@ def _bags(ranks: Mapping[int, Recording], given: Given) -> dict[int, int]:
     return bags_by_step
 
 
-def _every(inputs: Iterable[Iterable[int]]) -> frozenset[int]:
+def _every(rows_of_inputs: Iterable[Iterable[int]]) -> frozenset[int]:
     """Return the digests of all rows, each once."""
-    return frozenset(row for rows in inputs for row in rows)
+    return frozenset(row for rows in rows_of_inputs for row in rows)
 
 
 def _evaluations(ranks: Iterable[Recording]) -> dict[int, int]:
