@@ -1,8 +1,8 @@
 """Buffers that training changes: statistics of a norm, the bias of a router.
 
-A buffer is compared if it is fp32 or fp64 in the model, and in the ``state_dict``. It
-must also have the same name and shape on the rank as on one process. Other buffers are
-caches, or parts of a buffer.
+A buffer is compared if it is dense, fp32 or fp64 in the model, and in the
+``state_dict``. It must also have the same name and shape on the rank as on one process.
+Other buffers are caches, or parts of a buffer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...fixtures import ResolvedWorkload, local
+from ..record.parts import has_plain_bits
 from .modules import modules_in, names_of
 from .observe import digest
 
@@ -47,6 +48,7 @@ def saved_buffers(workload: ResolvedWorkload, model: nn.Module) -> dict[str, Ten
         for name, buffer in model.named_buffers()
         if name in saved
         and buffer.dtype in (torch.float32, torch.float64)
+        and has_plain_bits(buffer)
         and not any(
             f".{name}".endswith(f".{ending}") for ending in workload.local_buffers
         )
@@ -76,7 +78,11 @@ def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
 
 def digests_of_buffers(engine: Engine) -> dict[str, str]:
     """Return name -> digest of each buffer of a ``state_dict``, in any dtype."""
-    return {n: digest(b) for n, b in _named(engine).items() if n in engine.saved_names}
+    return {
+        name: digest(buffer)
+        for name, buffer in _named(engine).items()
+        if name in engine.saved_names and has_plain_bits(local(buffer.detach()))
+    }
 
 
 def _named(engine: Engine) -> dict[str, Tensor]:
@@ -104,7 +110,9 @@ def _named(engine: Engine) -> dict[str, Tensor]:
 def _is_whole(buffer: Tensor, whole: Tensor) -> bool:
     if isinstance(buffer, DTensor) and any(p.is_partial() for p in buffer.placements):
         return False
-    return buffer.is_floating_point() and local(buffer).shape == whole.shape
+    part = local(buffer)
+    is_comparable = buffer.is_floating_point() and has_plain_bits(part)
+    return is_comparable and part.shape == whole.shape
 
 
 def _overwritten(root: nn.Module) -> set[nn.Module]:
@@ -130,6 +138,7 @@ def buffers_as_they_are(stack: object) -> Iterator[None]:
         for root in modules_in(stack)
         for module in root.modules()
         for name, buffer in module.named_buffers(recurse=False)
+        if has_plain_bits(local(buffer.detach()))
     ]
     yield
     for module, name, buffer, was in buffers:

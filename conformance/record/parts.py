@@ -36,6 +36,7 @@ __all__ = [
     "copies_of_megatron",
     "cuts",
     "fp32_range_of",
+    "has_plain_bits",
     "parts_of",
     "place",
     "trains",
@@ -216,11 +217,9 @@ class Roots:
         for number, module in enumerate(self.called, 1):
             end = "" if number == 1 else f" (model {number})"
             for name, buffer in buffers_of(module):
-                if buffer.is_nested:
-                    continue
                 with suppress(HiddenLayoutError):
                     local, box = place(buffer)
-                    if _is_plain(local):
+                    if has_plain_bits(local) and local.dtype != torch.bool:
                         yield bare(name) + end, local, box
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -290,11 +289,11 @@ class Roots:
         return {piece.name for each in trained for piece in self.pieces(*each)}
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return True for dense numbers that are there to be read; masks are no state."""
-    odd = tensor.is_quantized or tensor.is_meta or tensor.dtype == torch.bool
-    is_dense = type(tensor) is Tensor and tensor.layout == torch.strided
-    return is_dense and not odd
+def has_plain_bits(tensor: Tensor) -> bool:
+    """Return True for a dense local tensor whose numbers can be read from memory."""
+    odd = tensor.is_quantized, tensor.is_meta, tensor.is_conj(), tensor.is_neg()
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested
+    return type(tensor) in (Tensor, nn.Parameter) and is_dense and not any(odd)
 
 
 def trains(module: nn.Module) -> bool:

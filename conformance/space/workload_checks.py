@@ -29,6 +29,8 @@ from ...fixtures import (
     resolve_workload,
 )
 from ..formulas import FP32_INSIDE
+from ..record.parts import has_plain_bits
+from ..record.reading import states_of_generators
 from .facts import (
     facts_of,
     new_tensors_in_fp64,
@@ -36,7 +38,7 @@ from .facts import (
     seeded_model,
     wide,
 )
-from .random_layers import equal_outputs
+from .random_layers import equal_outputs, generators_of
 from .scenario import Scenario
 
 __all__ = [
@@ -138,6 +140,14 @@ def _batch_after(workload: ResolvedWorkload, seed: int) -> Batch:
 
 def _batch(workload: ResolvedWorkload) -> Batch:
     batch, again = (_batch_after(workload, state) for state in range(2))
+    for tensor in batch.tensors:
+        if not has_plain_bits(tensor):
+            raise workload.refuse(
+                "batch",
+                f"has a tensor of type {type(tensor).__name__} and layout "
+                f"{tensor.layout}, expected dense numbers of torch.Tensor: return "
+                "to_dense() or padded rows, and let forward convert them",
+            )
     if not all(map(_same_bits, batch.tensors, again.tensors)):
         raise workload.refuse(
             "batch",
@@ -172,8 +182,14 @@ def _are_equal(parts: list[Batch]) -> bool:
 
 
 def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> None:
-    before = {name: b.detach().clone() for name, b in model.named_buffers()}
+    before = {
+        name: buffer.detach().clone()
+        for name, buffer in model.named_buffers()
+        if has_plain_bits(buffer)
+    }
+    states = _generators(model)
     value, counts = objective_of(workload, model, [batch])
+    drew = not all(map(torch.equal, states, _generators(model)))
     now = dict(model.named_buffers())
     moved = [n for n, b in before.items() if n in now and not _same_bits(b, now[n])]
     again = objective_of(workload, model, [batch])
@@ -183,19 +199,36 @@ def _check_loss(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> N
         raise workload.refuse("loss", "the count of the whole first batch is 0")
     if (value.item(), counts) != (again[0].item(), again[1]):
         losses = f"gave the losses {value.item():.9g} and {again[0].item():.9g}"
+        depends = (
+            "a forward that uses what earlier ones left depends on how a batch is "
+            "split, and cannot be compared."
+        )
         if moved:
             raise workload.refuse(
                 "forward",
                 f"{losses} for one batch, and changed the buffers {', '.join(moved)}: "
-                "a forward that uses what earlier ones left depends on how a batch is "
-                "split, and cannot be compared. Let forward not change them, for "
-                f"example by eval() of that layer in model(), or, {REFERENCE_LINE}",
+                f"{depends} Let forward not change them, for example by eval() of that "
+                f"layer in model(), or, {REFERENCE_LINE}",
+            )
+        if not drew:
+            raise workload.refuse(
+                "forward",
+                f"{losses} for one batch, and drew no random numbers. "
+                f"{_where_random(workload, model, batch)}. An attribute may hold a "
+                f"state: {depends} Begin each forward anew, or, {REFERENCE_LINE}",
             )
         raise _random_forward(workload, model, batch, losses)
     if not value.requires_grad:
         raise workload.refuse("loss", "is not connected with any parameter")
     with workload.calling("backward"):
         value.backward()
+
+
+def _generators(model: nn.Module) -> list[Tensor]:
+    """Return the states of the generators that a forward may draw from."""
+    own = (g for module in model.modules() for g in generators_of(module))
+    states = states_of_generators(torch.device("cpu"))
+    return [*states, *(generator.get_state() for generator in own)]
 
 
 def _random_forward(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradparity.conformance import Case, Runner, Scenario, Status
+from gradparity.conformance.rank.buffers import saved_buffers
 from gradparity.conformance.rank.local_parts import read_local_parts
 from gradparity.conformance.rank.modules import INPUT, Boundary, ModuleLog, Passed
 from gradparity.conformance.rank.watched_step import _as_called
@@ -462,6 +463,49 @@ class ChangesABuffer(OneProcess):
         return Balanced()
 
 
+class Remembers(nn.Module):
+    """Linear layer that adds its last output, as recurrent layers may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x) + self.last
+        self.last = y.detach().mean()
+        return y
+
+
+class KeepsAState(OneProcess):
+    def model(self) -> nn.Module:
+        return Remembers()
+
+
+class HasASparseBatch(OneProcess):
+    def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = super().batch(step, seed)
+        return x.to_sparse(), y
+
+
+class HasOddBuffers(OneProcess):
+    """Workload with buffers that have no plain bits, such as a graph's Laplacian."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        whole = torch.eye(8)
+        model.register_buffer("sparse", whole.to_sparse())
+        model.register_buffer("pairs", whole.to(torch.cfloat).conj())
+        return model
+
+
+def test_buffers_without_plain_bits_are_left_out() -> None:
+    """Their bits cannot be viewed: that ended the run in a traceback."""
+    spec = f"{__name__}:{HasOddBuffers.__name__}"
+    check_workload(spec)
+    workload = resolve_workload(spec)
+    assert not saved_buffers(workload, workload.model())
+
+
 class OfOneLength(torch.optim.SGD):
     """SGD that divides all gradients by the norm of all together."""
 
@@ -534,6 +578,11 @@ class HidesItsSteps(OneProcess):
         (NeedsAClosure, r"optimizer: LBFGS.step\(\) needs 'closure': an optimizer"),
         (HasASparseGradient, r"rows.weight gets a gradient of layout torch.sparse_coo"),
         (ChangesABuffer, r"for one batch, and changed the buffers load: "),
+        (
+            KeepsAState,
+            r"drew no random numbers. the model .Rem.* An attribute may hold a state: ",
+        ),
+        (HasASparseBatch, "batch: has a tensor of type Tensor and layout torch.sparse"),
     ],
 )
 def test_workloads_that_cannot_be_compared_are_refused_in_one_line(
