@@ -13,7 +13,7 @@ rows, such as a positional embedding, is left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -119,6 +119,8 @@ class Blocks:
     """Hooks that read the outputs of a model's blocks in recorded steps."""
 
     noting: _Noting
+    of_loss: Callable[[Tensor], Tensor] = lambda gradient: gradient
+    """Function from a gradient in the backward pass to that of the job's own loss."""
     kept: dict[Key, dict[int, tuple[Box, Kept]]] = field(default_factory=dict)
     """Box and numbers of each block's tensor, by key and by number of the model's call.
     A block called again in one forward has the number of that call in its name."""
@@ -176,7 +178,7 @@ class Blocks:
             keep(OUTPUT, tensor)
             # hooks of a leaf, such as a parameter that is returned, would stay on it
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(keep, GRADIENT))
+                tensor.register_hook(lambda each: keep(GRADIENT, self.of_loss(each)))
 
     def _keep(
         self, step: int, name: str, call: int, batch: _Batch, kind: str, tensor: Tensor

@@ -41,6 +41,12 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     keep_start: bool = False
     """True to write the initial weights."""
 
+    @property
+    def rounds(self) -> bool:
+        """True to round backward passes otherwise: in every second nudged run."""
+        # the first one must show that gradients depend on the weights that it moves
+        return self.nudge > 0 and self.nudge % 2 == 0
+
 
 class Manifest(msgspec.Struct, kw_only=True):
     """Content of ``run.json``: how a recording was made."""

@@ -217,6 +217,8 @@ class Roots:
         for number, module in enumerate(self.called, 1):
             end = "" if number == 1 else f" (model {number})"
             for name, buffer in buffers_of(module):
+                if buffer.is_nested:
+                    continue
                 with suppress(HiddenLayoutError):
                     local, box = place(buffer)
                     if has_plain_bits(local) and local.dtype != torch.bool:

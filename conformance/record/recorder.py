@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from .backward import Rounding
 from .files import Recording, Stored, as_numbers, write_rank
 from .modules import Blocks, is_traced
 from .orders import ORDERS, TWICE, Orders, Unrecorded
@@ -90,7 +91,10 @@ class Recorder:
         """Number of prepared models."""
         self.inner: set[int] = set()
         """ids of the called models and of all modules inside them."""
+        self.rounding = Rounding(self.noting) if orders.rounds else None
         self.blocks = Blocks(self.noting) if orders.modules else None
+        if self.blocks is not None and self.rounding is not None:
+            self.blocks.of_loss = self.rounding.of_loss
         self.declared: set[int] = set()
         """ids of the parameters and modules passed to :func:`record`; others, such as
         those of an inner loop, are not recorded. Empty if ``record`` was not called."""
@@ -133,6 +137,8 @@ class Recorder:
 
         nn.Module.compile = compiles  # type: ignore[method-assign,assignment]
         self.hooks.install()
+        if self.rounding is not None:
+            self.rounding.install()
         atexit.register(self.write)
 
     def remove(self) -> None:
@@ -214,12 +220,16 @@ class Recorder:
                 for dtype in {t.dtype for t in tensors_in(output)} & IN_16_BITS:
                     self.in_16_bits.setdefault(dtype, {})[id(module)] = module
         if id(module) in self.outer:
+            if self.rounding is not None:
+                self.rounding.see(output)
             self._leaves(module, output)
 
     def _look_away(self) -> None:
         for handle in self.calls_of_modules:
             handle.remove()
         nn.Module.compile = self.compile_in_place  # type: ignore[method-assign]
+        if self.rounding is not None:
+            self.rounding.remove()
         if self.blocks is not None:
             self.blocks.remove()
 

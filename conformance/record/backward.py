@@ -1,0 +1,139 @@
+"""Round backward passes otherwise, to measure the noise of the sums that they make.
+
+Moved weights do not show all of that noise. The gradient of a bias is a sum over rows.
+If the loss is piecewise linear, as of L1 or of WGAN, its summands do not depend on the
+weights: all runs make the same rounding errors. The summands may cancel, too, and leave
+nothing but the errors. So some nudged runs
+
+- multiply the loss by a factor that is no power of two, and divide the gradient of each
+  leaf by it: all sums have other rounding errors;
+- move each element of the gradients of a model's outputs up to the next number: a sum
+  whose summands cancel moves by their rounding errors.
+
+Only jobs of one process do this: stages of a pipeline send each other gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .parts import has_plain_bits
+from .rows import tensors_in
+
+__all__ = ["Rounding"]
+
+FACTOR = 0.73
+"""Factor of the loss. It is below 1, so that fp16 does not overflow."""
+
+
+class Rounding:
+    """Rounds backward passes otherwise, from ``install`` to ``remove``."""
+
+    def __init__(self, noting: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Store how errors are noted.
+
+        Args:
+            noting: makes a context that notes an error and lets the job go on.
+        """
+        self.noting = noting
+        self.passes = torch.autograd.backward
+        """Torch's own function."""
+        self.depth = 0
+        """Number of running passes: checkpointing may make one inside of another."""
+
+    def install(self) -> None:
+        """Replace ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
+
+        @wraps(self.passes)
+        def backward(tensors: Any, grads: Any = None, *args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                self.depth += 1
+                stack.callback(self._leave)
+                if _is_alone():
+                    with self.noting("the rounding of a backward pass"):
+                        grads = self._rounded(stack, [*tensors_in(tensors)], grads)
+                return self.passes(tensors, grads, *args, **kwargs)
+
+        torch.autograd.backward = backward  # type: ignore[assignment]  # same call
+
+    def remove(self) -> None:
+        """Put torch's function back."""
+        torch.autograd.backward = self.passes
+
+    def see(self, output: Any) -> None:
+        """Round the gradients of a model's outputs up."""
+        if not _is_alone():
+            return
+        with self.noting("the rounding of the gradient of an output"):
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(_up)
+
+    def of_loss(self, gradient: Tensor) -> Tensor:
+        """Return a gradient inside a pass, divided by the factor of the loss."""
+        return gradient / FACTOR if self.depth and _is_alone() else gradient
+
+    def _leave(self) -> None:
+        self.depth -= 1
+
+    def _rounded(self, stack: ExitStack, roots: Sequence[Tensor], grads: Any) -> Any:
+        """Multiply the gradients of the roots, and divide those of the leaves."""
+        if self.depth == 1:  # the gradients of an inner pass are multiplied already
+            if grads is None or isinstance(grads, Tensor):
+                grads = [grads] * len(roots)
+            grads = [
+                _multiplied(root, grad) for root, grad in zip(roots, grads, strict=True)
+            ]
+        for leaf in _leaves(roots):
+            stack.callback(leaf.register_hook(_divided).remove)
+        return grads
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def _multiplied(root: Tensor, grad: Tensor | None) -> Tensor | None:
+    if grad is not None:
+        return grad * FACTOR
+    # torch raises an error for a root of several elements
+    return torch.full_like(root, FACTOR) if root.numel() == 1 else None
+
+
+def _divided(gradient: Tensor) -> Tensor:
+    return gradient / FACTOR
+
+
+def _up(gradient: Tensor) -> Tensor:
+    """Move each element up to the next number; zeros stay.
+
+    In 16 bits the distance would be larger than the rounding of a sum.
+    """
+    if not has_plain_bits(gradient) or gradient.element_size() < 4:
+        return gradient
+    with torch.no_grad():
+        up = torch.nextafter(gradient, gradient.new_tensor(torch.inf))
+        distance = torch.where(gradient == 0, 0.0, up - gradient)
+    return gradient + distance  # which may be differentiated again
+
+
+def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield each leaf that a backward pass from these roots reaches, once."""
+    seen = {root.grad_fn for root in roots if root.grad_fn is not None}
+    left = [*seen]
+    while left:
+        node: Any = left.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                left.append(following)
