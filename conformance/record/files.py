@@ -152,7 +152,8 @@ class Recording(msgspec.Struct):
     """Step -> digests of the rows of the model's first input, for each call. They
     identify the rows of block outputs."""
     bags: dict[int, list[Any]] = {}
-    """Step -> for each call of the model: a hash of its rows, whatever their order."""
+    """Step -> for each call of the model: a hash of each input, whatever the order of
+    its elements."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps whose forward drew random numbers."""
@@ -188,7 +189,7 @@ class _Header(msgspec.Struct):
     unpadded: dict[int, list[list[list[int]]]]
     sums_of_rows: dict[int, list[list[list[float | None]]]]
     rows_of_blocks: dict[int, list[list[int]]]
-    bags: dict[int, list[int]]
+    bags: dict[int, list[list[int]]]
     losses: dict[int, list[float | None]]
     drew: list[int]
     drops: list[str]

@@ -251,8 +251,10 @@ class Run:
     digest."""
     sums: Mapping[int, Mapping[int, Sequence[float | None]]]
     """Sums of each floating-point row, by step and by the row's digest."""
-    bags: Mapping[int, int]
-    """Step -> a hash of all rows in any order; equal rows of ranks count once."""
+    bags: Mapping[int, Sequence[int]]
+    """Step -> a hash of all elements of each input; equal rows of ranks count once."""
+    has_tokens: bool
+    """True if rows are rows of tokens."""
     losses: Mapping[int, float]
     """Step -> mean loss over ranks and micro-batches, if the model returns a loss."""
     drew: frozenset[int]
@@ -412,6 +414,7 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
         sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
         bags=_bags(ranks, inputs),
+        has_tokens=any(recording.rows for recording in ranks.values()),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
@@ -578,17 +581,26 @@ def _rows_of_blocks(
     }
 
 
-def _bags(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, int]:
-    """Return the sum of all ranks' bags by step; bags of equal rows count once."""
-    bags_by_step: dict[int, int] = {}
+def _bags(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, list[int]]:
+    """Return the sum of all ranks' bags of each input; those of equal rows count once.
+
+    A constant input, such as a table, is thus counted once as well.
+    """
+    bags_by_step: dict[int, list[int]] = {}
     for step, by_rank in inputs.items():
-        bags = {
-            _every(by_rank[rank]): sum(ranks[rank].bags[step])
-            for rank in by_rank
-            if step in ranks[rank].bags
-        }
-        if bags:
-            bags_by_step[step] = sum(bags.values()) % WORD
+        # one dict for each input: its rows -> its bag
+        of_inputs: list[dict[frozenset[int], int]] = []
+        for rank, rows in by_rank.items():
+            calls = ranks[rank].bags.get(step, ())
+            count = max(map(len, calls), default=0)
+            of_inputs += [{} for _ in range(count - len(of_inputs))]
+            for number in range(count):
+                own = _every(rows[number::count])
+                bags = (call[number] for call in calls if number < len(call))
+                of_inputs[number][own] = sum(bags)
+        if of_inputs:
+            sums = (sum(bags.values()) % WORD for bags in of_inputs)
+            bags_by_step[step] = [*sums]
     return bags_by_step
 
 

@@ -17,7 +17,7 @@ ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable that holds :class:`Orders` as JSON."""
 TWICE = "twice-"
 """Prefix of marker files: another process has already recorded as this rank."""
-VERSION = 9
+VERSION = 10
 """Version of ``run.json`` and of the files of ranks; other versions are rejected."""
 
 

@@ -23,7 +23,7 @@ from .kept import mix
 __all__ = [
     "MOST",
     "NEAR",
-    "bag_of",
+    "bags_of",
     "digests_of_floats",
     "keep_rows",
     "rows_of",
@@ -52,8 +52,8 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
         integer.
     """
     tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
-    if (bag := bag_of(inputs)) is not None:
-        out.bags.setdefault(step, []).append(bag)
+    if bags := bags_of(inputs):
+        out.bags.setdefault(step, []).append(bags)
     for rows_by_step, rows in (
         (out.rows, tokens),
         (out.rows_of_floats, floats),
@@ -66,11 +66,11 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
     return tokens or floats
 
 
-def bag_of(values: Iterable[Any]) -> Tensor | None:
-    """Return an int64 hash of the first input's elements, whatever their order.
+def bags_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return an int64 hash of the elements of each input, whatever their order.
 
     The hashes of parts add up to the hash of the whole. So context parallelism may cut
-    rows, and rows may lie along any dim. A floating-point input is used if no input has
+    rows, and rows may lie along any dim. Floating-point inputs are used if no input has
     integers.
 
     Args:
@@ -78,14 +78,18 @@ def bag_of(values: Iterable[Any]) -> Tensor | None:
     """
     values = list(values)
     for is_float in (False, True):
-        for rows in _flat(values, is_float):
-            bag = torch.zeros((), dtype=torch.int64, device=rows.device)
-            for piece in rows.flatten().split(PIECE):
-                bits = _bits(piece) if is_float else piece.to(torch.int64)
-                words = mix(bits & 0xFFFFFFFF)
-                bag += (words * words).sum()
-            return bag
-    return None
+        if bags := [_bag_of(rows, is_float) for rows in _flat(values, is_float)]:
+            return bags
+    return []
+
+
+def _bag_of(rows: Tensor, is_float: bool) -> Tensor:
+    bag = torch.zeros((), dtype=torch.int64, device=rows.device)
+    for piece in rows.flatten().split(PIECE):
+        bits = _bits(piece) if is_float else piece.to(torch.int64)
+        words = mix(bits & 0xFFFFFFFF)
+        bag += (words * words).sum()
+    return bag
 
 
 def rows_of(values: Iterable[Any], *, floats: bool = False) -> list[Tensor]:

@@ -25,7 +25,7 @@ from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
 from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import Roots, parts_of, place
 from gradparity.conformance.record.rows import NEAR as NEAR_ROW
-from gradparity.conformance.record.rows import bag_of, rows_of, sums_of, unpadded_of
+from gradparity.conformance.record.rows import bags_of, rows_of, sums_of, unpadded_of
 from gradparity.conformance.record.weights import NEAR, nudge
 from gradparity.multiprocess import Cluster, current_world
 
@@ -263,22 +263,21 @@ def test_a_row_with_a_point_is_known_up_to_rounding() -> None:
 
 def test_a_bag_of_tokens_adds_up_over_pieces_of_rows() -> None:
     tokens = torch.arange(48).reshape(4, 12) % 7
-    whole = bag_of([{"input_ids": tokens}])
-    parts = [bag_of([made((4, 2)), part]) for part in tokens.chunk(3, 1)]
-    assert whole is not None and bag_of([torch.zeros(())]) is None
-    assert int(whole) == sum(int(part) for part in parts if part is not None)
+    (whole,) = bags_of([{"input_ids": tokens}])
+    parts = [bags_of([made((4, 2)), part]) for part in tokens.chunk(3, 1)]
+    assert bags_of([torch.zeros(())]) == []
+    assert int(whole) == sum(int(bags[0]) for bags in parts)
     other = tokens.clone()
     other[0, 0] += 1
-    assert int(bag_of([other]) or 0) != int(whole)
+    assert int(bags_of([other])[0]) != int(whole)
 
 
 def test_a_bag_of_floats_adds_up_wherever_the_rows_lie() -> None:
     by_time = made((4, 6, 3))  # rows in dim 1, as of torch's recurrent layers
-    whole = bag_of([by_time, made((2, 6))])
-    parts = [bag_of([part.contiguous()]) for part in by_time.chunk(2, 1)]
-    assert whole is not None
-    assert int(whole) == sum(int(part) for part in parts if part is not None)
-    assert int(bag_of([by_time + 1]) or 0) != int(whole)
+    whole, other = bags_of([by_time, made((2, 6))])
+    parts = [bags_of([part.contiguous()]) for part in by_time.chunk(2, 1)]
+    assert int(whole) == sum(int(part) for (part,) in parts) != int(other)
+    assert int(bags_of([by_time + 1])[0]) != int(whole)
 
 
 def rows_of_dtensors() -> list[list[int]]:
@@ -289,16 +288,16 @@ def rows_of_dtensors() -> list[list[int]]:
         tensor = distribute_tensor(rows, mesh, [Shard(dim)])
         with CommDebugMode() as seen:
             (digests,) = rows_of([tensor], floats=True)
-            bag = bag_of([tensor])
-        assert seen.get_total_counts() == 0 and bag is not None
+            (bag,) = bags_of([tensor])
+        assert seen.get_total_counts() == 0
         kept_of += [digests.tolist(), [int(bag)]]
     return kept_of
 
 
 def test_rows_of_a_dtensor_are_those_of_its_ranks(two: Cluster) -> None:
-    whole, bag = rows_of([made((4, 6))], floats=True)[0], bag_of([made((4, 6))])
+    whole, (bag,) = rows_of([made((4, 6))], floats=True)[0], bags_of([made((4, 6))])
     (first, *bags), (second, *others) = two.run(rows_of_dtensors)
-    assert [*first, *second] == whole.tolist() and bag is not None
+    assert [*first, *second] == whole.tolist()
     for at in (0, 2):  # of rows, and of columns
         assert (bags[at][0] + others[at][0] - int(bag)) % 2**64 == 0
 

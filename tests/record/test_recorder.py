@@ -28,7 +28,7 @@ from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
 from gradparity.conformance.record.recorder import Recorder
-from gradparity.conformance.record.rows import MOST, bag_of, rows_of
+from gradparity.conformance.record.rows import MOST, bags_of, rows_of
 from gradparity.multiprocess import Cluster, WorldError, current_world
 
 Losses = Iterator[Tensor]
@@ -676,8 +676,8 @@ def test_a_sequence_of_tokens_is_a_row_where_nothing_has_rows() -> None:
     packed, other = torch.arange(6), torch.ones(6)
     (digests,) = rows_of([packed, other])
     assert torch.equal(digests, rows_of([packed[None]])[0])
-    halves = [bag_of([half]) for half in packed.chunk(2)]
-    assert bag_of([packed]) == sum(half for half in halves if half is not None)
+    halves = [bags_of([half]) for half in packed.chunk(2)]
+    assert bags_of([packed]) == [sum(bag for (bag,) in halves)]
     (of_rows,) = rows_of([packed, packed.reshape(3, 2)])
     assert torch.equal(of_rows, rows_of([packed.reshape(3, 2)])[0])
 

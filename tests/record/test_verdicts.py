@@ -405,15 +405,41 @@ def test_ranks_that_begin_otherwise_are_named() -> None:
 
 def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
     rows = {0: frozenset({1, 2}), 1: frozenset({5, 6, 7, 8})}
-    one = replace(ONE, run=replace(run(), bags={1: 77}))
-    found = against(replace(run(4), rows=rows, bags={1: 77}), one)
+    one = replace(ONE, run=replace(run(), bags={1: [77]}))
+    found = against(replace(run(4), rows=rows, bags={1: [77]}), one)
     assert found.code == SAME
     assert (
         "rows: equal at 2 of 2 steps; at 1 only as a whole, cut in other pieces"
         in found.lines
     )
-    assert against(replace(run(4), rows=rows, bags={1: 78}), one).code == NOT_COMPARABLE
+    assert (
+        against(replace(run(4), rows=rows, bags={1: [78]}), one).code == NOT_COMPARABLE
+    )
     assert against(replace(run(4), rows=rows)).code == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "has_tokens", "code"),
+    [
+        ({0: [5, 1], 1: [5, 2]}, {0: [5, 1], 1: [5, 2]}, False, SAME),
+        # the first input never changes, such as a table
+        ({0: [5, 1], 1: [5, 2]}, {0: [5, 1], 1: [5, 3]}, False, NOT_COMPARABLE),
+        # the job computes it, such as a hidden state
+        ({0: [5, 1], 1: [6, 2]}, {0: [5, 1], 1: [7, 2]}, False, SAME),
+        ({0: [5, 1], 1: [6, 2]}, {0: [5, 1], 1: [7, 2]}, True, NOT_COMPARABLE),
+        ({0: [5, 1], 1: [6, 2]}, {0: [5, 1], 1: [6, 3]}, True, SAME),
+        # all are constant: the batch is
+        ({0: [5], 1: [5]}, {0: [5], 1: [5]}, False, SAME),
+        ({0: [5], 1: [5]}, {0: [5], 1: [6]}, False, NOT_COMPARABLE),
+    ],
+)
+def test_inputs_in_pieces_are_compared_one_by_one(
+    mine: dict[int, Any], its: dict[int, Any], has_tokens: bool, code: int
+) -> None:
+    given = replace(run(), bags=mine, has_tokens=has_tokens)
+    rows = {0: frozenset({1, 2}), 1: frozenset({5, 6, 7, 8})}
+    other = replace(run(4), rows=rows, bags=its, has_tokens=has_tokens)
+    assert against(other, replace(ONE, run=given)).code == code
 
 
 def not_proved() -> Run:
@@ -440,7 +466,7 @@ def all_other() -> Run:
         (
             replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
             NOT_COMPARABLE,
-            "rows differ at step 1: the model was given 2 rows in one and 2 in mesh, 1",
+            "rows differ at step 1: the model was given 2 rows in one and 2 rows in mesh, 1",
         ),
         (
             replace(run(4), settings={(0, "b"): {"lr": 0.2}}),

@@ -140,7 +140,7 @@ def without(other: Run, kind: str) -> Run:
     [
         (
             lambda other: replace(
-                other, rows={s: frozenset({3}) for s in range(2)}, bags={0: 1, 1: 1}
+                other, rows={s: frozenset({3}) for s in range(2)}, bags={0: [1], 1: [1]}
             ),
             "not known, rows are in other pieces or have other bits",
         ),
@@ -156,7 +156,7 @@ def without(other: Run, kind: str) -> Run:
     ids=["other pieces", "no gradients", "no outputs"],
 )
 def test_what_hides_the_block_is_named(change: Any, words: str) -> None:
-    one = replace(ONE, run=replace(ONE.run, bags={0: 1, 1: 1}))
+    one = replace(ONE, run=replace(ONE.run, bags={0: [1], 1: [1]}))
     comparison = compare(one, Side(name="mesh", run=change(times(WRONG))))
     assert comparison.code == DIFFERENT
     assert comparison.lines[1].startswith(f"where: {words}"), comparison.lines
