@@ -20,6 +20,7 @@ import msgspec
 from ..files import write_whole
 from ..status import UsageError, counted, plain
 from .orders import (
+    LATE,
     ORDERS,
     TWICE,
     VERSION,
@@ -135,6 +136,7 @@ def record(
         complete=len(done) == len(names),
         code=result,
         twice=_twice(out),
+        late=_late(out),
     )
     write_whole(out / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
     if manifest.twice:
@@ -158,6 +160,11 @@ def record(
 def _twice(out: Path) -> list[int]:
     names = (path.name.removeprefix(TWICE) for path in out.glob(f"*/{TWICE}*"))
     return sorted({int(name) for name in names if name.isdigit()})
+
+
+def _late(out: Path) -> str:
+    paths = sorted(out.glob(f"plain/{LATE}*"))
+    return paths[0].read_text() if paths else ""
 
 
 def _several(ranks: Sequence[int]) -> str:
@@ -312,7 +319,8 @@ def _side(path: Path, say: Say, *, exact: bool) -> Side:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
     code = max(each.code for each in manifests)
-    return Side(name=str(path), run=first, noisy=noisy, code=code)
+    late = next((each.late for each in manifests if each.late), "")
+    return Side(name=str(path), run=first, noisy=noisy, code=code, late=late)
 
 
 def _manifest(folder: Path) -> Manifest:

@@ -34,7 +34,7 @@ from .one_sided import copies, lacking
 from .regions import Region, region_of
 from .where import where_it_begins
 
-__all__ = ["Comparison", "Row", "Side", "compare", "tell_steps"]
+__all__ = ["Comparison", "Row", "Side", "compare", "late", "tell_steps"]
 
 WHOLE = 3.0
 """Largest median over tensors of distance / noise. Correct variants of a job reached
@@ -127,6 +127,7 @@ def compare(one: Side, other: Side) -> Comparison:
     if comparison.code == DIFFERENT and (text := _searched(comparison, one, other)):
         comparison.code, comparison.headline = UNDECIDED, text
     if comparison.code == DIFFERENT:
+        comparison.leads += _padded_batches(one, other, comparison)
         _locate(comparison, one, other, names, steps)
     elif comparison.code == SAME and len(steps) == 1:
         for text in _shown_later(other, steps):
@@ -138,6 +139,7 @@ def compare(one: Side, other: Side) -> Comparison:
     comparison.facts += _clipped(comparison.code, one, other, steps)
     comparison.facts += _losses(one.run, other.run, steps)
     comparison.facts += _left_out(one.run, other.run, names, comparison.rows, steps)
+    comparison.facts += late(one, other)
     return comparison
 
 
@@ -187,6 +189,18 @@ def tell_steps(found: Comparison, one: Side, other: Side, steps: Sequence[int]) 
             found.facts.insert(0, text)
 
 
+def late(one: Side, other: Side) -> Iterator[str]:
+    """Yield a line on an optimizer that first stepped after the recorded steps."""
+    for side in (one, other):
+        if side.late:
+            yield (
+                f"not recorded: {side.late} in {side.name}, as it first stepped after "
+                "all recorded steps. To record that training, put its loop into "
+                "`with gradparity.record(model, optimizer):`"
+            )
+            return
+
+
 def _obstacles(
     one: Side, other: Side, names: Mapping[str, str], steps: Sequence[int]
 ) -> Iterator[tuple[int, str]]:
@@ -220,11 +234,13 @@ def _obstacles(
     if drew := one.run.drew | other.run.drew:
         drawing = [side.name for side in (one, other) if side.run.drew]
         where = f": {', '.join(other.run.drops[:4])}" if other.run.drops else ""
+        way = (
+            "Set all dropout to 0" if where else "Give the model its noise as an input"
+        )
         yield (
             UNDECIDED,
             f"random numbers were drawn in forward at step {min(drew)} of "
-            f"{' and '.join(drawing)}{where}. Set all dropout to 0 and record both "
-            "sides again",
+            f"{' and '.join(drawing)}{where}. {way} and record both sides again",
         )
     elements = {name: start.size for name, (_, start) in one.run.starts.items()}
     if sum(elements[name] for name in names) < sum(elements.values()) / 2:
@@ -337,6 +353,19 @@ def _clipped(code: int, one: Side, other: Side, steps: Sequence[int]) -> Iterato
             f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
             f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
             "all shards?"
+        )
+
+
+def _padded_batches(one: Side, other: Side, found: Comparison) -> Iterator[str]:
+    """Yield a lead if ranks of one side alone share rows at the step that differs."""
+    at = _first_wrong(found.rows)[0].step if _first_wrong(found.rows) else 0
+    counts = [side.run.repeated.get(at, 0) for side in (one, other)]
+    if bool(counts[0]) != bool(counts[1]):
+        side, count = max(zip((one, other), counts, strict=True), key=lambda x: x[1])
+        rows = counted(len(side.run.rows.get(at, ())), "row")
+        yield (
+            f"rows: several ranks of {side.name} got the same {count} of {rows} at "
+            f"step {at}: a sampler may pad the batch. Drop the rest (drop_last=True)"
         )
 
 

@@ -327,9 +327,9 @@ def unmoved(side: Side) -> str:
             why = (
                 f"the optimizer steps copies that are in no module. {STEP_ITS_WEIGHTS}"
                 if all(name.startswith(UNNAMED) for name in side.run.starts)
-                else "the training step was compiled as a function, weights were "
-                "loaded after a first forward, or no module has some of them. Put the "
-                "loop into "
+                else "the training step was compiled as a function, functional_call "
+                "ran the model, weights were loaded after a first forward, or no "
+                "module has some of them. Put the loop into "
                 "`with gradparity.record(model, optimizer):`"
             )
         elif seen and all(run.tensors[key].digest == digests[key] for key in seen):

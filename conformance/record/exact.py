@@ -12,6 +12,7 @@ from .compare import (
     UNDECIDED,
     Comparison,
     Side,
+    late,
     tell_steps,
 )
 from .differences import UPDATES
@@ -68,6 +69,7 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
             f"on both sides ({_called(kind)} of {name}, step {step}, first)"
         )
     tell_steps(comparison, one, other, steps)
+    comparison.facts += late(one, other)
     return comparison
 
 

@@ -24,6 +24,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from .batches import (
+    WORD,
+    bags_of_inputs,
+    by_row,
+    every_row,
+    inputs_of,
+    repeated_rows,
+    rows_of_blocks,
+)
 from .files import Recording, Stored, read_run
 from .kept import IDLE, Box
 from .modules import GRADIENT, OUTPUT
@@ -31,7 +40,6 @@ from .parts import UNNAMED
 
 __all__ = ["Run", "Side", "Whole", "merge", "read_merged"]
 
-WORD = 1 << 64
 AGAIN = " (optimizer "
 """Suffix of a parameter's name if a second optimizer steps the parameter as well."""
 
@@ -287,6 +295,8 @@ class Run:
     the parameter."""
     counts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     """Step -> rank -> number of its rows."""
+    repeated: Mapping[int, int] = field(default_factory=dict)
+    """Step -> number of rows that several ranks got, each beside other rows."""
     early: tuple[str, ...] = ()
     """Tensors whose weights after the last step were read before the job made them
     equal on all ranks."""
@@ -327,6 +337,8 @@ class Side:
     """Noise runs: the same job again, unchanged and nudged."""
     code: int = 0
     """Exit code of the recorded job."""
+    late: str = ""
+    """Optimizer that first stepped after all recorded steps; may be empty."""
 
 
 def read_merged(*folders: Path, exact: bool = False) -> Run:
@@ -356,7 +368,7 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
     whole = {
         key: merge(each)
         if key[1] not in (OUTPUT, GRADIENT)
-        else _merge_outputs(each, _rows_of_blocks(ranks, key[0]))
+        else _merge_outputs(each, rows_of_blocks(ranks, key[0]))
         for key, each in parts.items()
     }
     for which, each in whole.items():
@@ -375,7 +387,7 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         for call in recording.calls
         for name in call.without_gradient
     }
-    first, inputs = ranks[min(ranks)], _inputs(ranks)
+    first, inputs = ranks[min(ranks)], inputs_of(ranks)
     stepped = {name for _, kind, name in whole if kind == "weight"}
     settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
     skipping: dict[tuple[int, str], set[int]] = {}
@@ -404,16 +416,17 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
         absent=_absent(settings, ranks),
         rows={
-            step: frozenset[int]().union(*map(_every, by_rank.values()))
+            step: frozenset[int]().union(*map(every_row, by_rank.values()))
             for step, by_rank in inputs.items()
         },
         counts={
             step: {rank: sum(map(len, rows)) for rank, rows in by_rank.items()}
             for step, by_rank in inputs.items()
         },
-        unpadded=_by_row((r.rows, r.unpadded) for r in ranks.values()),
-        sums=_by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
-        bags=_bags(ranks, inputs),
+        unpadded=by_row((r.rows, r.unpadded) for r in ranks.values()),
+        sums=by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
+        repeated=repeated_rows(ranks, inputs),
+        bags=bags_of_inputs(ranks, inputs),
         has_tokens=any(recording.rows for recording in ranks.values()),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),
@@ -527,86 +540,8 @@ def _absent(
     return absent
 
 
-Inputs = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
-"""Digests of the rows of each input of the model, by step and rank."""
-
-
-def _inputs(ranks: Mapping[int, Recording]) -> Inputs:
-    """Return the rows of tokens, or floating-point rows if no rank has tokens.
-
-    Later stages of a pipeline always get floating-point rows: the activations.
-    """
-    has_tokens = any(recording.rows for recording in ranks.values())
-    by_step: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
-    for rank, recording in ranks.items():
-        rows = recording.rows if has_tokens else recording.rows_of_floats
-        for step, rows_of_inputs in rows.items():
-            by_step.setdefault(step, {})[rank] = rows_of_inputs
-    return by_step
-
-
 def _is_unnamed(key: Key) -> bool:
     return key[1] == "weight" and key[2].startswith(UNNAMED)
-
-
-def _by_row(
-    ranks: Iterable[tuple[Mapping[int, Sequence[Any]], Mapping[int, Sequence[Any]]]],
-) -> dict[int, dict[int, Any]]:
-    """Return further numbers of each row, such as its sums, by step and digest.
-
-    Args:
-        ranks: for each rank: step -> digests of rows, and step -> numbers of the same
-            rows.
-    """
-    by_step: dict[int, dict[int, Any]] = {}
-    for rows, numbers in ranks:
-        for step, inputs in numbers.items():
-            for digests, others in zip(rows[step], inputs, strict=True):
-                by_step.setdefault(step, {}).update(zip(digests, others, strict=True))
-    return by_step
-
-
-def _rows_of_blocks(
-    ranks: Mapping[int, Recording], step: int
-) -> dict[int, frozenset[int]]:
-    """Return each rank's digests of rows; float rows only if no rank has tokens."""
-    rows_by_rank = {
-        rank: _every(each.rows_of_blocks.get(step, ())) for rank, each in ranks.items()
-    }
-    tokens = {rank for rank, each in ranks.items() if each.rows.get(step)}
-    return {
-        rank: rows
-        for rank, rows in rows_by_rank.items()
-        if rank in tokens or not tokens
-    }
-
-
-def _bags(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, list[int]]:
-    """Return the sum of all ranks' bags of each input; those of equal rows count once.
-
-    A constant input, such as a table, is thus counted once as well.
-    """
-    bags_by_step: dict[int, list[int]] = {}
-    for step, by_rank in inputs.items():
-        # one dict for each input: its rows -> its bag
-        of_inputs: list[dict[frozenset[int], int]] = []
-        for rank, rows in by_rank.items():
-            calls = ranks[rank].bags.get(step, ())
-            count = max(map(len, calls), default=0)
-            of_inputs += [{} for _ in range(count - len(of_inputs))]
-            for number in range(count):
-                own = _every(rows[number::count])
-                bags = (call[number] for call in calls if number < len(call))
-                of_inputs[number][own] = sum(bags)
-        if of_inputs:
-            sums = (sum(bags.values()) % WORD for bags in of_inputs)
-            bags_by_step[step] = [*sums]
-    return bags_by_step
-
-
-def _every(rows_of_inputs: Iterable[Iterable[int]]) -> frozenset[int]:
-    """Return the digests of all rows, each once."""
-    return frozenset(row for rows in rows_of_inputs for row in rows)
 
 
 def _evaluations(ranks: Iterable[Recording]) -> dict[int, int]:

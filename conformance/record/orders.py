@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "LATE",
     "ORDERS",
     "TWICE",
     "VERSION",
@@ -17,6 +18,9 @@ ORDERS = "GRADPARITY_RECORD"
 """Name of the environment variable that holds :class:`Orders` as JSON."""
 TWICE = "twice-"
 """Prefix of marker files: another process has already recorded as this rank."""
+LATE = "late-"
+"""Prefix of marker files: an optimizer with other parameters stepped after all steps
+were recorded. The file names it."""
 VERSION = 10
 """Version of ``run.json`` and of the files of ranks; other versions are rejected."""
 
@@ -62,6 +66,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Exit code of the command in the plain run."""
     twice: list[int] = []
     """Ranks under which more than one process recorded."""
+    late: str = ""
+    """An optimizer that first stepped after all recorded steps; may be empty."""
 
 
 class Unrecorded(msgspec.Struct, kw_only=True):

@@ -35,10 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ..status import counted
 from .backward import Rounding
 from .files import Recording, Stored, as_numbers, write_rank
 from .modules import Blocks, is_traced
-from .orders import ORDERS, TWICE, Orders, Unrecorded
+from .orders import LATE, ORDERS, TWICE, Orders, Unrecorded
 from .parts import Places, Roots, trains
 from .reading import State, Step, dense, states_of_generators
 from .rows import keep_rows, tensors_in
@@ -83,6 +84,11 @@ class Recorder:
         self.late: set[int] = set()
         """ids of optimizers created after ``others`` was set: an inner loop may create
         many."""
+        self.stepped: dict[int, Any] = {}
+        """id of a parameter -> weak reference to it, for the recorded optimizers; set
+        once the recording is written."""
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers that stepped after the recording was written."""
         self.finals: list[tuple[int, State]] = []
         """Number of an optimizer and its state after its last recorded step."""
         self.prepared: set[int] = set()
@@ -162,6 +168,8 @@ class Recorder:
                 return
             if any(map(is_lazy, module.parameters())):
                 return  # this call makes the parameters
+            if any(p.grad_fn is not None for p in module.parameters()):
+                return  # functional_call has put other tensors in their place
             ids = {id(each) for each in module.modules()}
             own = {id(each) for each in module.parameters()} | ids
             if self.declared and self.declared.isdisjoint(own):
@@ -282,12 +290,26 @@ class Recorder:
         # a step that raised an error may have left its entry
         self.running.pop(id(optimizer), None)
         self.starts.pop(id(optimizer), None)
+        if self.written:
+            self._note_late(optimizer)
         if self.written or not self.roots.called:
             return  # the model is first called by the closure
         number = self._number(optimizer)
         if number is not None and self.calls[number] in self.steps:
             with self.noting("the weights"), torch.no_grad():
                 self.starts[id(optimizer)] = self._state_of(optimizer)
+
+    def _note_late(self, optimizer: Any) -> None:
+        """Leave a mark if an optimizer trains parameters that were not recorded."""
+        if self.declared or optimizer in self.known or os.getpid() != self.process:
+            return
+        self.known.add(optimizer)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        refs = ((self.stepped.get(id(p)), p) for p in params if p.requires_grad)
+        count = sum(ref is None or ref() is not p for ref, p in refs)
+        if count and self.stepped:
+            text = f"{type(optimizer).__name__} of {counted(count, 'tensor')}"
+            (self.out / f"{LATE}{self.rank}").write_text(text)
 
     def _prepares(self, optimizer: Any) -> bool:
         """Return True for a step that only creates states, before any forward.
@@ -453,6 +475,10 @@ class Recorder:
                 (self.out / f"{TWICE}{self.rank}").touch()
                 raise
             is_written = True
+            for _, optimizer, _ in self.optimizers.values():
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        self.stepped[id(parameter)] = weakref.ref(parameter)
         self._let_go()
         if not is_written:
             why = self.recording.notes[-1]

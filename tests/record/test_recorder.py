@@ -102,6 +102,24 @@ def test_an_optimizer_that_never_steps_ends_no_recording(tmp_path: Path) -> None
     assert run.unstepped == ("bias (model 2)", "weight (model 2)")
 
 
+@pytest.mark.parametrize("is_other", [True, False])
+def test_a_training_after_the_recorded_one_leaves_a_mark(
+    is_other: bool, tmp_path: Path
+) -> None:
+    """An encoder is trained, and then a classifier on it, or the encoder again."""
+    encoder, head = nn.Linear(3, 3), nn.Linear(3, 2)
+    first = torch.optim.SGD(encoder.parameters(), 0.1)
+
+    def losses() -> Losses:
+        yield from trains(encoder, first, steps=3)
+        model = nn.Sequential(encoder, head) if is_other else encoder
+        yield from trains(model, torch.optim.Adam(model.parameters()), steps=2)
+
+    record(tmp_path, losses(), steps=(0, 2))
+    texts = [path.read_text() for path in tmp_path.glob("late-*")]
+    assert texts == ["Adam of 2 tensors"] * is_other
+
+
 def test_optimizers_of_an_inner_loop_are_not_collected(tmp_path: Path) -> None:
     """Meta-learning makes an optimizer for each task: the first ones are recorded."""
     model = nn.Linear(3, 1)

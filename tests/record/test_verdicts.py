@@ -442,6 +442,48 @@ def test_inputs_in_pieces_are_compared_one_by_one(
     assert against(other, replace(ONE, run=given)).code == code
 
 
+@pytest.mark.parametrize(
+    ("ranks", "count"),
+    [
+        ([[[1], [2, 3]], [[1], [4, 5]]], 0),  # the first input is a table
+        ([[[1], [2, 3]], [[1], [3, 4]]], 1),  # one row of the second is twice
+        ([[[1], [2, 3]], [[1], [2, 3]]], 0),  # ranks of one model
+        ([[[2, 3]], [[3, 4]], [[4, 2]], [[3, 4]]], 3),
+    ],
+)
+def test_rows_that_a_sampler_repeats_are_counted(
+    ranks: list[list[list[int]]], count: int, tmp_path: Path
+) -> None:
+    for rank, inputs in enumerate(ranks):
+        recording = Recording(world_size=len(ranks))
+        recording.rows_of_floats = {0: [torch.tensor(rows) for rows in inputs]}
+        recording.bags = {0: [[sum(rows) for rows in inputs]]}
+        write_rank(tmp_path, rank, recording)
+    merged = read_merged(tmp_path)
+    assert merged.repeated == {0: count}
+    tables = {tuple(inputs[0]) for inputs in ranks}
+    assert merged.bags[0][0] == sum(map(sum, tables))
+
+
+def test_a_padded_batch_is_a_lead_where_jobs_differ() -> None:
+    padded = replace(run(4), repeated={0: 1})
+    wrong = changed(padded, (0, "gradient", "b"), sketch=2 * values(0, "b"))
+    lead = (
+        f"rows: several ranks of mesh got the same 1 of {len(padded.rows[0])} rows at "
+        "step 0: a sampler may pad the batch. Drop the rest (drop_last=True)"
+    )
+    assert lead in against(wrong).leads
+    assert against(padded).leads == []
+
+
+def test_a_training_that_was_not_recorded_is_told() -> None:
+    text = "not recorded: Adam of 2 tensors in mesh, as it first stepped after all"
+    mesh = Side(name="mesh", run=run(4), late="Adam of 2 tensors")
+    for compares in (compare, compare_exactly):
+        lines = compares(replace(ONE, run=run(4)), mesh).lines
+        assert sum(line.startswith(text) for line in lines) == 1
+
+
 def not_proved() -> Run:
     """Return a run with one tensor that has another name and other bits."""
     other = run(4, names=("a", "b", "x"))
@@ -466,7 +508,8 @@ def all_other() -> Run:
         (
             replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
             NOT_COMPARABLE,
-            "rows differ at step 1: the model was given 2 rows in one and 2 rows in mesh, 1",
+            "rows differ at step 1: the model was given 2 rows in one and 2 rows in "
+            "mesh, 1 of them on both sides",
         ),
         (
             replace(run(4), settings={(0, "b"): {"lr": 0.2}}),

@@ -1,0 +1,125 @@
+"""Rows that the ranks of a run gave their models, by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .files import Recording
+
+__all__ = [
+    "WORD",
+    "bags_of_inputs",
+    "by_row",
+    "every_row",
+    "inputs_of",
+    "repeated_rows",
+    "rows_of_blocks",
+]
+
+WORD = 1 << 64
+"""Digests and bags are sums modulo this number."""
+Inputs = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
+"""Digests of the rows of each input of the model, by step and rank."""
+
+
+def inputs_of(ranks: Mapping[int, Recording]) -> Inputs:
+    """Return the rows of tokens, or floating-point rows if no rank has tokens.
+
+    Later stages of a pipeline always get floating-point rows: the activations.
+    """
+    has_tokens = any(recording.rows for recording in ranks.values())
+    by_step: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
+    for rank, recording in ranks.items():
+        rows = recording.rows if has_tokens else recording.rows_of_floats
+        for step, rows_of_inputs in rows.items():
+            by_step.setdefault(step, {})[rank] = rows_of_inputs
+    return by_step
+
+
+def by_row(
+    ranks: Iterable[tuple[Mapping[int, Sequence[Any]], Mapping[int, Sequence[Any]]]],
+) -> dict[int, dict[int, Any]]:
+    """Return further numbers of each row, such as its sums, by step and digest.
+
+    Args:
+        ranks: for each rank: step -> digests of rows, and step -> numbers of the same
+            rows.
+    """
+    by_step: dict[int, dict[int, Any]] = {}
+    for rows, numbers in ranks:
+        for step, inputs in numbers.items():
+            for digests, others in zip(rows[step], inputs, strict=True):
+                by_step.setdefault(step, {}).update(zip(digests, others, strict=True))
+    return by_step
+
+
+def rows_of_blocks(
+    ranks: Mapping[int, Recording], step: int
+) -> dict[int, frozenset[int]]:
+    """Return each rank's digests of rows; float rows only if no rank has tokens."""
+    rows_by_rank = {
+        rank: every_row(each.rows_of_blocks.get(step, ()))
+        for rank, each in ranks.items()
+    }
+    tokens = {rank for rank, each in ranks.items() if each.rows.get(step)}
+    return {
+        rank: rows
+        for rank, rows in rows_by_rank.items()
+        if rank in tokens or not tokens
+    }
+
+
+def repeated_rows(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, int]:
+    """Count rows that several ranks got, though none has all rows in common.
+
+    Ranks of one model have all rows in common, and a constant input is that of all.
+    """
+    repeated: dict[int, int] = {}
+    for step, by_rank in inputs.items():
+        for of_ranks in _by_input(ranks, by_rank, step):
+            counts = Counter(row for rows in {*of_ranks.values()} for row in rows)
+            count = sum(number > 1 for number in counts.values())
+            repeated[step] = max(count, repeated.get(step, 0))
+    return repeated
+
+
+def bags_of_inputs(
+    ranks: Mapping[int, Recording], inputs: Inputs
+) -> dict[int, list[int]]:
+    """Return the sum of all ranks' bags of each input; those of equal rows count once.
+
+    A constant input, such as a table, is thus counted once as well.
+    """
+    bags_by_step: dict[int, list[int]] = {}
+    for step, by_rank in inputs.items():
+        bags_by_step[step] = []
+        for number, of_ranks in enumerate(_by_input(ranks, by_rank, step)):
+            bags = {
+                rows: sum(call[number] for call in ranks[rank].bags.get(step, ()))
+                for rank, rows in of_ranks.items()
+            }
+            bags_by_step[step].append(sum(bags.values()) % WORD)
+    return bags_by_step
+
+
+def _by_input(
+    ranks: Mapping[int, Recording],
+    by_rank: Mapping[int, Sequence[Sequence[int]]],
+    step: int,
+) -> list[dict[int, frozenset[int]]]:
+    """Return the rows of each input, by rank, if all calls have equally many inputs."""
+    counts = {len(call) for rank in by_rank for call in ranks[rank].bags.get(step, ())}
+    if len(counts) != 1:
+        return []
+    (count,) = counts
+    return [
+        {rank: every_row(rows[number::count]) for rank, rows in by_rank.items()}
+        for number in range(count)
+    ]
+
+
+def every_row(rows_of_inputs: Iterable[Iterable[int]]) -> frozenset[int]:
+    """Return the digests of all rows, each once."""
+    return frozenset(row for rows in rows_of_inputs for row in rows)
