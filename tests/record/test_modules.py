@@ -17,9 +17,10 @@ from torch.distributed.tensor import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from gradparity.conformance.record.batches import WORD
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import SLOTS, Box, keep_values
-from gradparity.conformance.record.merge import WORD, _merge_outputs
+from gradparity.conformance.record.merge import _merge_outputs
 from gradparity.conformance.record.modules import GRADIENT, OUTPUT, Blocks, blocks_of
 from gradparity.conformance.record.rows import rows_of
 from gradparity.multiprocess import Cluster
