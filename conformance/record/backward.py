@@ -22,15 +22,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from .parts import has_plain_bits
 from .rows import tensors_in
+from .torch_internals import register_first
 
 __all__ = ["Rounding"]
 
-FACTOR = 0.73
-"""Factor of the loss. It is below 1, so that fp16 does not overflow."""
+FACTOR = 0.9973
+"""Factor of the loss. It is near 1, because a job may use gradients that have it: a
+hook may clip them, and a scaler in fp16 skips a step if they overflow."""
 
 
 class Rounding:
@@ -52,16 +55,22 @@ class Rounding:
         """Replace ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
 
         @wraps(self.passes)
-        def backward(tensors: Any, grads: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def backward(
+            tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            roots = tensors
+            if not isinstance(tensors, Tensor | GradientEdge):
+                tensors = roots = tuple(tensors)  # it may be read only once
             with ExitStack() as stack:
                 self.depth += 1
                 stack.callback(self._leave)
                 if _is_alone():
                     with self.noting("the rounding of a backward pass"):
-                        grads = self._rounded(stack, [*tensors_in(tensors)], grads)
-                return self.passes(tensors, grads, *args, **kwargs)
+                        roots = (roots,) if isinstance(roots, Tensor) else roots
+                        grad_tensors = self._rounded(stack, roots, grad_tensors)
+                return self.passes(tensors, grad_tensors, *args, **kwargs)
 
-        torch.autograd.backward = backward  # type: ignore[assignment]  # same call
+        torch.autograd.backward = backward
 
     def remove(self) -> None:
         """Put torch's function back."""
@@ -83,16 +92,21 @@ class Rounding:
     def _leave(self) -> None:
         self.depth -= 1
 
-    def _rounded(self, stack: ExitStack, roots: Sequence[Tensor], grads: Any) -> Any:
+    def _rounded(self, stack: ExitStack, roots: Any, grads: Any) -> Any:
         """Multiply the gradients of the roots, and divide those of the leaves."""
-        if self.depth == 1:  # the gradients of an inner pass are multiplied already
+        if not all(isinstance(root, Tensor) for root in roots):
+            return grads  # edges of a graph
+        is_inner = self.depth > 1
+        if not is_inner:  # the gradients of an inner pass are multiplied already
             if grads is None or isinstance(grads, Tensor):
                 grads = [grads] * len(roots)
             grads = [
                 _multiplied(root, grad) for root, grad in zip(roots, grads, strict=True)
             ]
         for leaf in _leaves(roots):
-            stack.callback(leaf.register_hook(_divided).remove)
+            # an inner pass hands gradients of other leaves back to the outer one
+            if isinstance(leaf, nn.Parameter) or not is_inner:
+                stack.callback(register_first(leaf, _divided).remove)
         return grads
 
 
@@ -116,7 +130,8 @@ def _up(gradient: Tensor) -> Tensor:
 
     In 16 bits the distance would be larger than the rounding of a sum.
     """
-    if not has_plain_bits(gradient) or gradient.element_size() < 4:
+    is_real = gradient.is_floating_point() and has_plain_bits(gradient)
+    if not is_real or gradient.element_size() < 4:
         return gradient
     with torch.no_grad():
         up = torch.nextafter(gradient, gradient.new_tensor(torch.inf))

@@ -11,7 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["around_compiled", "buffers_of", "children_of", "in_join", "joinable"]
+__all__ = [
+    "around_compiled",
+    "buffers_of",
+    "children_of",
+    "in_join",
+    "joinable",
+    "register_first",
+]
 
 
 def children_of(module: nn.Module) -> Iterable[nn.Module | None]:
@@ -52,6 +59,21 @@ def around_compiled(
         return output
 
     module._compiled_call_impl = inner
+
+
+def register_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:
+    """Register a hook of a tensor's gradient that runs before the others.
+
+    Returns:
+        Handle whose ``remove`` removes the hook.
+    """
+    handle = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks
+    # autograd reads them in the order of insertion, which move_to_end() leaves
+    (*others, own) = hooks.items()
+    hooks.clear()
+    hooks.update([own, *others])
+    return handle
 
 
 def joinable(objects: Iterable[Any]) -> list[Any]:

@@ -53,6 +53,17 @@ def test_private_names_of_autograd_work() -> None:
     assert internals.nodes_made() > made
 
 
+def test_a_hook_that_is_registered_first_runs_first() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[float] = []
+    x.register_hook(lambda gradient: seen.append(gradient.sum().item()))
+    handle = of_recording.register_first(x, lambda gradient: gradient * 3)
+    x.sum().backward()
+    handle.remove()
+    x.sum().backward()
+    assert seen == [6, 2]
+
+
 def test_private_names_of_operators_work() -> None:
     bernoulli, view = torch.ops.aten.bernoulli.p, torch.ops.aten.view.default
     declared = internals.arguments_of(bernoulli)
