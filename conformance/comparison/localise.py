@@ -80,6 +80,8 @@ def locate(
         ending = f"; {boundaries.agreed}"
         if inner is not None:
             ending = f", though a tensor inside does: {inner.text}"
+        if setting := parity.other_setting(step):
+            ending = f"{ending}; {setting}"
         return Location(
             where="nowhere",
             text=f"nothing differs at step {step}{ending}",
@@ -149,6 +151,8 @@ class _Gradients:
         )
         self.step = step
         self.setting = parity.other_setting(step)
+        self.setting_before = parity.other_setting(step - 1)
+        """Setting that already differed in an earlier step; else empty."""
         # largest rest that rounding explains, for proportional tensors
         self.rest = max(
             PROPORTIONAL, SAFETY_FACTOR * scenario.parsed_precision.roundoff
@@ -225,12 +229,14 @@ class _Gradients:
         return sum(losses) / len(losses) / (self.truth_loss or 1.0)
 
     def circumstances(self, where: str) -> str:
-        """Return likely causes: a resume, sums in 16 bits, or frozen weights.
+        """Return likely causes: settings, a resume, sums in 16 bits, or frozen weights.
 
         Args:
             where: kind of the location that was found, as in ``Location``.
         """
         scenario, texts = self.scenario, []
+        if self.setting_before and where != "update":
+            texts.append(self.setting_before)
         if scenario.parsed_recipe.resume and self.step == scenario.resume_step:
             texts.append("a checkpoint was loaded just before this step")
         if self._is_rounded(where):

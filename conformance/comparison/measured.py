@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..rank.trace import RankTrace, StepTrace
 from .compare import Doubles, Measure
-from .settings import StackSchedule
+from .settings import OtherConstant, StackSchedule
 
 __all__ = [
     "ORDER",
@@ -177,6 +177,9 @@ class Parity:
     stack_schedule: StackSchedule = field(default_factory=StackSchedule)
     """Optimizer settings that the workload's own schedules changed; the reference
     follows them."""
+    other_constant: OtherConstant | None = None
+    """First setting that no schedule moves, such as ``eps``, and that a rank has
+    otherwise than the reference; else None."""
 
     @property
     def not_compared(self) -> Counter[str]:

@@ -434,6 +434,7 @@ def _as_reference(scenario: Scenario, trace: RankTrace) -> Reference:
             )
             for at in trace.steps
         ),
+        constants=tuple(at.constants for at in trace.steps),
     )
 
 

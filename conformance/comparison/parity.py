@@ -28,7 +28,13 @@ from .doubts import doubts_of
 from .measured import ClipRow, Lack, Parity, ParityRow, Seen, gradient_of
 from .reference import Reference, Schedule
 from .reference_run import Idle, check_equal_start
-from .settings import StackSchedule, other_than_reference, stack_schedule
+from .settings import (
+    OtherConstant,
+    StackSchedule,
+    other_constant,
+    other_than_reference,
+    stack_schedule,
+)
 from .shards import Shards
 
 __all__ = [
@@ -149,7 +155,8 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
     check_equal_start(scenario.model, "a rank and the reference", initial, starts)
     _check_counts(scenario, traces, parity_bounds.truth)
     steps = [*_steps(traces)]
-    moved_by_stack = _schedule_of(scenario, steps, parity_bounds.truth)
+    constant = _other_constant(scenario, steps, parity_bounds.truth)
+    moved_by_stack = _schedule_of(scenario, steps, parity_bounds.truth, constant)
     alone = scenario.workload.one_rank
     # if draws have an effect, nothing could be decided
     draws_idly = bool(parity_bounds.truth.drew) and not parity_bounds.undecided
@@ -175,6 +182,7 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
         moved_buffer=_moved_buffer(scenario, traces, parity_bounds.truth),
         narrow_loss=_narrow_loss(parity_bounds.noisy, returned),
         stack_schedule=moved_by_stack,
+        other_constant=constant,
     )
     if parity.clip_norm is not None:
         factors = [
@@ -199,8 +207,20 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
     return parity
 
 
-def _schedule_of(
+def _other_constant(
     scenario: Scenario, steps: Sequence[Seen], truth: Reference
+) -> OtherConstant | None:
+    """Return the first setting that schedules leave and that a rank has otherwise."""
+    alone = scenario.workload.one_rank
+    whose = "on one rank" if alone else "by the workload's optimizer"
+    return other_constant(steps, truth.constants, whose)
+
+
+def _schedule_of(
+    scenario: Scenario,
+    steps: Sequence[Seen],
+    truth: Reference,
+    constant: OtherConstant | None,
 ) -> StackSchedule:
     """Return the settings that the reference follows, and the first wrong one.
 
@@ -215,6 +235,8 @@ def _schedule_of(
     if alone or _gives_settings(workload):
         moved = StackSchedule()
         others.reverse()
+    if constant is not None:
+        others.append((constant.step, constant.text))
     first = min(filter(None, others), key=lambda each: each[0], default=None)
     return replace(moved, differs=first)
 

@@ -16,6 +16,7 @@ from functools import partial
 
 from ...fixtures import Counts
 from ..rank.routing import Choices, chooses_in_forward
+from ..rank.trace import Constants
 from ..space.scenario import Scenario
 from .compare import Doubles
 from .kept import Kept, bytes_of
@@ -74,6 +75,8 @@ class Reference:
     """For each step: largest error of the routers' scores."""
     settings: tuple[Settings, ...] = ()
     """For each step: settings with which the optimizers step."""
+    constants: tuple[dict[str, Constants], ...] = ()
+    """For each step: parameter -> settings that schedules leave as they are."""
     averages: tuple[dict[str, Doubles], ...] = ()
     """For each step: running average of the weights minus the initial ones, if the
     workload on one rank reports it."""
@@ -185,5 +188,6 @@ def _train(
         choices=tuple(run.choices),
         errors=tuple(run.errors),
         settings=tuple(run.settings),
+        constants=tuple(run.constants),
         inputs=tuple(run.inputs),
     )

@@ -26,7 +26,7 @@ from ..rank.buffers import saved_buffers
 from ..rank.layout import digest_of_weights, initial_model
 from ..rank.observe import dtype_name
 from ..rank.routing import ChoiceLog, Choices, chooses_in_forward
-from ..rank.trace import Setting
+from ..rank.trace import Constants, Setting
 from ..space.facts import (
     clip_norm_of,
     clip_value_of,
@@ -38,7 +38,7 @@ from ..space.workload_checks import ROUNDING
 from .compare import Doubles
 from .noise.rows import Rows
 from .noise.sides import Inputs, JumpLog
-from .settings import Planned, Settings, settings_of
+from .settings import Planned, Settings, constants_by_name, settings_of
 from .shards import InShards, Shards
 from .variants import PLAIN, TRUTH, Variant
 
@@ -155,6 +155,7 @@ class ReferenceRun:
         self.choices: list[dict[str, Choices]] = []
         self.errors: list[dict[str, float]] = []
         self.settings: list[Settings] = []
+        self.constants: list[dict[str, Constants]] = []
         self.inputs: list[Inputs] = []
 
     @_uncompiled()
@@ -213,6 +214,7 @@ class ReferenceRun:
                 if key in group:
                     group[key] = _in_the_form_of(group[key], setting)
         self.settings.append(settings_of(self.optimizers))
+        self.constants.append(constants_by_name(self.optimizers))
         for name, optimizer in self.optimizers.items():
             if name not in skipped:
                 with ExitStack() as contexts:

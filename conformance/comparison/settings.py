@@ -4,13 +4,14 @@ A ``train_step`` may change the learning rate, betas, momentum or weight decay. 
 workload has a ``scheduler``, the reference takes its values and the values on the ranks
 are checked. Without a ``scheduler`` the right values are unknown: the reference trusts
 the values of the ranks and checks the updates. A value that never changes must be that
-of the workload's ``optimizer``.
+of the workload's ``optimizer``. So must other numbers and flags, such as ``eps`` and
+``amsgrad``; see :func:`other_constant`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +19,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...fixtures import ResolvedWorkload
-from ..rank.observe import scheduled
-from ..rank.trace import RankTrace, Setting, StepTrace
+from ..rank.observe import constants_of, scheduled
+from ..rank.trace import Constants, RankTrace, Setting, StepTrace
 
 __all__ = [
     "INITIAL_RATE",
+    "OtherConstant",
     "Planned",
     "Settings",
     "StackSchedule",
+    "constants_by_name",
+    "other_constant",
     "other_setting",
     "other_than_reference",
     "settings_of",
@@ -108,6 +112,18 @@ def stack_schedule(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherConstant:
+    """Setting that no schedule moves, and that a rank has otherwise than due."""
+
+    step: int
+    """First step with the other value."""
+    rank: int
+    parameter: str
+    text: str
+    """Both values, with rank and step."""
+
+
 class Planned:
     """Settings that the workload's own ``scheduler`` gives, step by step.
 
@@ -165,6 +181,74 @@ def settings_of(optimizers: Mapping[str, Optimizer]) -> Settings:
         for key, value in scheduled(group).items()
         if key != INITIAL_RATE
     )
+
+
+def constants_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, Constants]:
+    """Return other settings by parameter; each optimizer must have one parameter."""
+    return {
+        name: constants_of(optimizer, group)
+        for name, optimizer in optimizers.items()
+        for group in optimizer.param_groups
+        if group["params"]  # other groups have no parameter of this kind
+    }
+
+
+def other_constant(
+    steps: Sequence[Sequence[tuple[RankTrace, StepTrace]]],
+    reference: Sequence[Mapping[str, Constants]],
+    whose: str,
+) -> OtherConstant | None:
+    """Return the first setting of a rank that differs from the reference's, or None.
+
+    A parameter is compared if the reference's optimizer has the same class: a wrapper
+    may read a setting in another way. A key whose value changes in a run is left out,
+    as a step size that the optimizer estimates. Whole numbers are left out, because
+    they may count ranks or steps.
+
+    Args:
+        steps: for each step, the traces of all ranks.
+        reference: for each step, the settings of the reference.
+        whose: description of the reference's settings, for the message.
+    """
+    runs = [[at.constants for _, at in ranks] for ranks in zip(*steps, strict=True)]
+    moving = set[str]().union(*map(_moving, [*runs, reference]))
+    for step, (seen, due) in enumerate(zip(steps, reference, strict=False)):
+        for name, want in due.items():
+            for trace, at in seen:
+                mine = at.constants.get(name)
+                if mine is None or mine.optimizer != want.optimizer:
+                    continue
+                for key, expected in want.values.items():
+                    pair = mine.values.get(key, expected), expected
+                    is_left_out = key in moving or all(map(_is_whole, pair))
+                    if is_left_out or _equal(*pair):
+                        continue
+                    value, theirs = _apart(*pair)
+                    text = (
+                        f"{key} of {name} is {value} on rank {trace.rank} at step "
+                        f"{step}, and {theirs} {whose}"
+                    )
+                    return OtherConstant(
+                        step=step, rank=trace.rank, parameter=name, text=text
+                    )
+    return None
+
+
+def _moving(run: Iterable[Mapping[str, Constants]]) -> set[str]:
+    """Return the keys of settings whose value changes between the steps of a run."""
+    first: dict[tuple[str, str], Setting] = {}
+    return {
+        key
+        for constants in run
+        for name, each in constants.items()
+        for key, value in each.values.items()
+        if first.setdefault((name, key), value) != value
+    }
+
+
+def _is_whole(value: Setting) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(v, int) and not isinstance(v, bool) for v in values)
 
 
 def other_than_reference(
@@ -306,7 +390,9 @@ def _apart(one: Setting, other: Setting) -> tuple[str, str]:
 
 def _plain(value: Setting, digits: int = 6) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(f'{v:.{digits}g}' for v in value)})"
+        return f"({', '.join(_plain(v, digits) for v in value)})"
+    if isinstance(value, bool):
+        return str(value)
     return f"{value:.{digits}g}"
 
 

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from .engine import Engine
 from .local_parts import by_full_name
-from .observe import local_part, optimizer_digest, scheduled
+from .observe import constants_of, local_part, optimizer_digest, scheduled
 from .recording import grad_scale_of, local_gradients, record_gradient
 from .torch_internals import nodes_made, version_of
-from .trace import Event, Group, Kind, StepTrace
+from .trace import Constants, Event, Group, Kind, StepTrace
 from .watched import NoOptimizer
 
 __all__ = ["Events", "groups_of"]
@@ -150,4 +150,8 @@ def groups_of(engine: Engine, optimizer: Any) -> Iterator[Group]:
             ids = {id(p) for p in group["params"]}
             names = [name for name, p in parameters.items() if id(p) in ids]
         if group["params"]:
-            yield Group(tuple(names), scheduled(group) if own else {})
+            yield Group(
+                tuple(names),
+                scheduled(group) if own else {},
+                constants_of(optimizer, group) if own else Constants(),
+            )

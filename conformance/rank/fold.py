@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .methods import STEPS
-from .trace import Decision, Event, Kind, RankTrace, Setting, StepTrace
+from .trace import Constants, Decision, Event, Kind, RankTrace, Setting, StepTrace
 
 __all__ = ["fold", "steps_again"]
 
@@ -237,6 +237,7 @@ def _folded(
 ) -> StepTrace:
     """Return a step with the facts derived from its events."""
     settings: dict[str, dict[str, Setting]] = {}
+    constants: dict[str, Constants] = {}
     copies: dict[int, list[dict[str, Setting]]] = {}
     handed: set[int] = set()
     for event, _ in _calls(seen.events):
@@ -252,6 +253,7 @@ def _folded(
                 # an optimizer of parameters without grad keeps gradients of its own
                 if name in event.with_grad or not event.with_grad:
                     settings[name] = group.settings
+                    constants[name] = group.constants
     late = [
         name
         for event in _after_a_step(seen.events)
@@ -261,6 +263,7 @@ def _folded(
         seen,
         decisions=_decisions(seen, trace, groups) if seen.complete else [],
         settings=settings,
+        constants=constants,
         copies=[each for of_one in copies.values() for each in of_one],
         late=late,
         gradients={n: g for n, g in seen.gradients.items() if n not in left},

@@ -31,11 +31,12 @@ from .torch_internals import (
     input_shapes,
     ranks_of,
 )
-from .trace import Collective, Reduction, Setting
+from .trace import Collective, Constants, Reduction, Setting
 
 __all__ = [
     "CallLog",
     "ReductionLog",
+    "constants_of",
     "digest",
     "dtype_name",
     "gradient_places",
@@ -112,15 +113,44 @@ def scheduled(group: Mapping[str, Any]) -> dict[str, Setting]:
     """Return the settings of a param group that schedules may change, as numbers."""
     settings: dict[str, Setting] = {}
     for key in _SCHEDULED:
-        value = group.get(key)
-        values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
-        if all(
-            isinstance(v, int | float) or (isinstance(v, Tensor) and v.numel() == 1)
-            for v in values
-        ):
-            numbers = tuple(map(float, values))
-            settings[key] = numbers if isinstance(value, tuple | list) else numbers[0]
+        numbers = _numbers(group.get(key))
+        if isinstance(numbers, tuple):
+            settings[key] = tuple(map(float, numbers))
+        elif numbers is not None:
+            settings[key] = float(numbers)
     return settings
+
+
+_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Flags that choose between implementations of one optimizer."""
+
+
+def constants_of(optimizer: Optimizer, group: Mapping[str, Any]) -> Constants:
+    """Return the other settings of a param group: numbers and flags.
+
+    Only settings that the optimizer's constructor takes are returned. Other keys of a
+    group come from schedulers, or describe the layout of its parameters.
+    """
+    kind, defaults = type(optimizer), getattr(optimizer, "defaults", None)
+    keys = defaults if isinstance(defaults, Mapping) else ()
+    values: dict[str, Setting] = {}
+    for key in keys:
+        if key in group and key not in (*_SCHEDULED, *_IMPLEMENTATIONS):
+            numbers = _numbers(group[key])
+            if numbers is not None:
+                values[key] = numbers
+    return Constants(f"{kind.__module__}.{kind.__qualname__}", values)
+
+
+def _numbers(value: Any) -> Setting | None:
+    """Return a setting without tensors; None if it holds other things than numbers."""
+    values: list[Any] = [*value] if isinstance(value, tuple | list) else [value]
+    values = [
+        v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in values
+    ]
+    if not all(isinstance(v, int | float) for v in values):
+        return None
+    return tuple(values) if isinstance(value, tuple | list) else values[0]
 
 
 def _is_zero(value: object) -> bool:

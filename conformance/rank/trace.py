@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Collective",
+    "Constants",
     "Decision",
     "Draw",
     "Event",
@@ -34,6 +35,17 @@ __all__ = [
 Floats = NDArray[np.floating[Any]]
 Setting = float | tuple[float, ...]
 """Value in an optimizer's param group, such as a learning rate or betas."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Settings of a param group that schedules leave as they are, such as ``eps``."""
+
+    optimizer: str = ""
+    """Class of the optimizer, with its module. Another class may read a setting in
+    another way."""
+    values: dict[str, Setting] = field(default_factory=dict)
+    """Key of the param group -> number, flag or tuple of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +151,7 @@ class Group:
     """Names of the group's parameters in the model; empty if it has other tensors."""
     settings: dict[str, Setting] = field(default_factory=dict)
     """Settings that schedules may change, if known."""
+    constants: Constants = field(default_factory=Constants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +280,8 @@ class StepTrace:
     settings: dict[str, dict[str, Setting]] = field(default_factory=dict)
     """Parameter -> settings of its param group when the optimizer was called. Only
     settings that schedules may change, and only with a ``train_step``."""
+    constants: dict[str, Constants] = field(default_factory=dict)
+    """Parameter -> other settings of its param group when the optimizer was called."""
     copies: list[dict[str, Setting]] = field(default_factory=list)
     """Settings as in ``settings``, for each param group of optimizers that step copies
     of parameters."""

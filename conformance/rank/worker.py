@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -228,14 +229,16 @@ def _run_step(
     # Plant faults before anything reads the gradients. The scaler and the rule, which
     # needs raw gradients, then see the same.
     plant_and_read(seen, faults, local_gradients(engine))
-    settings_by_name = {
-        name: group.settings
+    group_by_name = {
+        name: group
         for optimizer in engine.optimizers
         for group in groups_of(engine, optimizer)
         for name in group.names
     }
     for number, names in enumerate(engine.owned):
-        groups = tuple(Group((n,), settings_by_name.get(n, {})) for n in names)
+        groups = tuple(
+            replace(group_by_name.get(name, Group()), names=(name,)) for name in names
+        )
         seen.events += [
             Event(kind=Kind.HANDED, optimizer=number, groups=groups),
             Event(kind=Kind.RETURNED, optimizer=number),

@@ -199,6 +199,19 @@ def update(evidence: Evidence) -> Finding:
     finding, parity = _parity(evidence, "update"), evidence.parity
     if parity is None or finding.status != Status.PASS:
         return finding
+    constant = parity.other_constant
+    # in half precision a setting may depend on the dtype of the parameter
+    if constant is not None and evidence.scenario.parsed_precision.is_full:
+        return failed(
+            message=f"{constant.text}: use one value in both. The updates that were "
+            "compared are within their bounds",
+            step=constant.step,
+            ranks=(constant.rank,),
+            parameter=constant.parameter,
+            cause="other settings",
+            compared=finding.compared,
+            not_compared=finding.not_compared,
+        )
     if parity.moved_buffer is not None:
         name, step, rank = parity.moved_buffer
         text = f"rank {rank} moves the buffer {name}, and one process leaves it"
