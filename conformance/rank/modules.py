@@ -8,7 +8,7 @@ every tensor is whole.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -120,12 +120,14 @@ class ModuleLog:
     unpaired: str = ""
     """Reason why calls cannot be matched with rows; else empty."""
 
-    def without_calls(self, count: int) -> None:
-        """Drop the first ``count`` outermost calls and renumber the others."""
+    def without_calls(self, dropped: Collection[int]) -> None:
+        """Drop the outermost calls with these numbers and renumber the others."""
         self.passed = {
-            replace(b, micro_batch=b.micro_batch - count): passed
+            replace(
+                b, micro_batch=b.micro_batch - sum(n < b.micro_batch for n in dropped)
+            ): passed
             for b, passed in self.passed.items()
-            if b.micro_batch >= count
+            if b.micro_batch not in dropped
         }
 
     def last_collective(self, boundary: Boundary) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -118,17 +118,16 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
     """
     called = next(iter(log.rows), [])
     row_counts = [batch.tensors[0].shape[0] for batch in batches]
-    due = sum(row_counts)
-    if not any(sum(called[n:]) == due for n in range(len(called))):
+    inferring = _inferring_calls(called, row_counts)
+    if inferring is None:
         if len(called) > len(batches):
-            log.without_calls(len(called))
+            log.without_calls(range(len(called)))
             log.unpaired = f"it was called with {sum(called)} rows in {len(called)} "
-            log.unpaired += f"calls, and was given {due} rows in {len(batches)}"
+            log.unpaired += f"calls, and was given {sum(row_counts)} rows in "
+            log.unpaired += f"{len(batches)}"
         return list(batches)
-    extra = next(n for n in range(len(called)) if sum(called[n:]) == due)
-    # the first calls of a pipeline infer shapes, and belong to no micro-batch
-    log.without_calls(extra)
-    rows = called[extra:]
+    log.without_calls(inferring)
+    rows = [count for n, count in enumerate(called) if n not in inferring]
     if rows == row_counts:
         return list(batches)
     cut: list[Batch] = []
@@ -139,3 +138,52 @@ def _as_called(batches: Sequence[Batch], log: ModuleLog) -> list[Batch]:
         if not left[0].tensors[0].shape[0]:
             left.pop(0)
     return cut
+
+
+def _inferring_calls(
+    called: Sequence[int], row_counts: Sequence[int]
+) -> Collection[int] | None:
+    """Return the numbers of the calls that only infer shapes; None if rows do not fit.
+
+    Each schedule of a pipeline infers shapes once, at its first call. A workload makes
+    a schedule for each batch, for each size of a batch, or only one. Number and rows of
+    the calls tell which, because the other calls have the rows of the batches.
+
+    Args:
+        called: number of rows in each call.
+        row_counts: number of rows of each batch.
+    """
+    n = len(row_counts)
+    of_each_size = [
+        int(count not in row_counts[:k]) for k, count in enumerate(row_counts)
+    ]
+    at_the_start = [[count, *[0] * (n - 1)] for count in range(len(called))]
+    for extra in ([1] * n, of_each_size, *at_the_start):
+        numbers = _extra_calls(called, row_counts, extra)
+        if numbers is not None:
+            return numbers
+    return None
+
+
+def _extra_calls(
+    called: Sequence[int], row_counts: Sequence[int], extra: Sequence[int]
+) -> list[int] | None:
+    """Return the numbers of extra calls, if all other calls have the rows of batches.
+
+    Args:
+        called: number of rows in each call.
+        row_counts: number of rows of each batch.
+        extra: number of extra calls before each batch.
+    """
+    numbers: list[int] = []
+    at = 0
+    for due, count in zip(row_counts, extra, strict=True):
+        numbers += range(at, at + count)
+        at += count
+        rows = 0
+        while rows < due and at < len(called):
+            rows += called[at]
+            at += 1
+        if rows != due:
+            return None
+    return numbers if at == len(called) else None
