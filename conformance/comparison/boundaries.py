@@ -28,7 +28,9 @@ gradients of all parameters.
 [Note: What all rows share]
 An output may have no rows, such as the temperature of a contrastive loss. On each rank
 its gradient comes from the rank's own rows. If the reference runs on the whole batch,
-the gradients of ranks with different rows must add up to the truth.
+the gradients of ranks with different rows must add up to the truth. A rank may have
+only a part of such an output, as of the positions of a sequence that ranks share. Then
+ranks with the same part add up to that part of the truth: their outputs are equal.
 """
 
 from __future__ import annotations
@@ -454,14 +456,24 @@ class Boundaries:
                 summed = self._best(rank, boundary, expected, factor, group)
                 if summed is not None and summed.state == "right":
                     return replace(best, state="partial")
-        if each.log.passed[boundary].values.shape != expected.truth.shape:
-            return best
+        is_whole = each.log.passed[boundary].values.shape == expected.truth.shape
         for group in self.shares:  # see [Note: What all rows share]
-            if rank in group and boundary.kind in FORWARD_OF:
+            if rank not in group or boundary.kind not in FORWARD_OF:
+                continue
+            if is_whole or self._is_shared(rank, boundary, group):
                 summed = self._best(rank, boundary, expected, factor, group)
                 if summed is not None and summed.state == "right":
                     return summed
         return best
+
+    def _is_shared(self, rank: int, boundary: Boundary, group: Sequence[int]) -> bool:
+        """Return True if the tensor with this gradient is equal on ranks of a group."""
+        forward = replace(boundary, kind=FORWARD_OF[boundary.kind])
+        mine, *others = (self.ranks[r].log.passed.get(forward) for r in (rank, *group))
+        return mine is not None and all(
+            each is not None and np.array_equal(each.values, mine.values)
+            for each in others
+        )
 
     def _best(
         self,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -87,6 +88,41 @@ class SixRows(RightContext):
         return x[:6], y[:6]
 
 
+class Places(nn.Module):
+    """Embedding of tokens and of their positions, which all rows share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Linear(8, 8), nn.Embedding(6, 8)
+        self.first = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.first + torch.arange(x.shape[1])
+        found: Tensor = self.tokens(x) + self.positions(places)
+        return found
+
+
+class Positions(RightContext):
+    """No fault: each rank has the positions of its own tokens."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.embed = Places()
+        return model
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        model.embed.first = 3 * mesh.get_local_rank("cp")  # type: ignore[union-attr]  # a module
+        return super().parallelize(model, mesh)
+
+
+class OwnBias(Positions):
+    """The gradient of the last bias is not averaged."""
+
+    def average(self, name: str, group: Any, parameter: nn.Parameter) -> None:
+        if name != "head.bias":
+            super().average(name, group, parameter)
+
+
 def located(runner: Runner, stack: type, more: str, place: str = "dp2/2") -> Any:
     model = f"{stack.__module__}:{stack.__name__}"
     id = f"{place}/fp32/own/none/model={model},{more}"
@@ -104,6 +140,21 @@ def test_a_gradient_of_what_all_rows_share_is_a_sum_over_ranks(runner: Runner) -
 def test_a_temperature_that_is_not_averaged_is_named(runner: Runner) -> None:
     found = located(runner, KeepsItsTemperature, "steps=1")
     assert (found.where, found.parameters) == ("gradient", ("temperature",))
+    assert "nothing averages them" in found.text, found.text
+
+
+@pytest.mark.parametrize("place", ["dp2-cp2/4", "cp2/2"])
+def test_a_part_of_what_all_rows_share_is_a_sum_over_ranks_with_that_part(
+    runner: Runner, place: str
+) -> None:
+    found = located(runner, Positions, "steps=1", place)
+    assert found.where == "nowhere", found.text
+    assert "all agree" in found.text, found.text
+
+
+def test_a_fault_beside_positions_that_all_rows_share_is_named(runner: Runner) -> None:
+    found = located(runner, OwnBias, "steps=1", "dp2-cp2/4")
+    assert (found.where, found.parameters) == ("gradient", ("head.bias",)), found.text
     assert "nothing averages them" in found.text, found.text
 
 
