@@ -371,7 +371,7 @@ def _takes_hooks(optimizer: Any) -> bool:
         return False
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
-    except AttributeError:  # such as torch's PostLocalSGDOptimizer
+    except (AttributeError, TypeError):  # such as torch's PostLocalSGDOptimizer
         return False
     return True
 

@@ -556,10 +556,20 @@ class HidesItsSteps(OneProcess):
         return Wrapper(torch.optim.SGD([p for _, p in parameters], lr=0.1))
 
 
+class HasDictsOfHooks(Trains):
+    """Wraps an optimizer, with dicts where torch keeps its tables of hooks."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        made = Wrapper(torch.optim.SGD([p for _, p in parameters], lr=0.1))
+        made._optimizer_step_pre_hooks = {}  # as Lookahead of pytorch_optimizer
+        return made
+
+
 @pytest.mark.parametrize(
     ("workload", "told"),
     [
         (HidesItsSteps, r"optimizer: calls no hooks in step.* super\(\).__init__"),
+        (HasDictsOfHooks, r"optimizer: calls no hooks in step.* super\(\).__init__"),
         (
             CouplesParameters,
             "optimizer: moves first.weight differently when it has other.* First "

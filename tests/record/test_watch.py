@@ -615,6 +615,9 @@ def test_one_process_can_watch_and_bad_use_raises() -> None:
     outer: Any = Outer.__new__(Outer)
     with pytest.raises(TypeError, match=r"got a Outer: give each as an argument"):
         gradparity.watch(model, outer)
+    outer._optimizer_step_pre_hooks = {}  # in place of torch's table of hooks
+    with pytest.raises(TypeError, match=r"got a Outer: give each as an argument"):
+        gradparity.watch(model, outer)
     with pytest.raises(TypeError, match=r"a torch\.nn\.Module, and got a list"):
         gradparity.watch(wrong, optimizer)
     with pytest.raises(TypeError, match=r"scale needs a function, and got 1\.0: write"):
