@@ -31,9 +31,9 @@ from .torch_internals import register_first
 
 __all__ = ["Rounding"]
 
-FACTOR = 0.9973
-"""Factor of the loss. It is near 1, because a job may use gradients that have it: a
-hook may clip them, and a scaler in fp16 skips a step if they overflow."""
+FACTOR = 255 / 256
+"""Factor of the loss, exact in bf16. It is near 1, because a job may use gradients that
+have it: a hook may clip them, and a scaler in fp16 skips a step if they overflow."""
 
 
 class Rounding:
@@ -97,16 +97,24 @@ class Rounding:
         if not all(isinstance(root, Tensor) for root in roots):
             return grads  # edges of a graph
         is_inner = self.depth > 1
+        leaves = [
+            leaf
+            for leaf in _leaves(roots)
+            # the job may have frozen a leaf since its forward
+            if leaf.requires_grad
+            # an inner pass hands gradients of other leaves back to the outer one
+            and (isinstance(leaf, nn.Parameter) or not is_inner)
+        ]
+        with ExitStack() as own:  # after an error no gradient is divided
+            for leaf in leaves:
+                own.callback(register_first(leaf, _divided).remove)
+            stack.push(own.pop_all())
         if not is_inner:  # the gradients of an inner pass are multiplied already
             if grads is None or isinstance(grads, Tensor):
                 grads = [grads] * len(roots)
             grads = [
                 _multiplied(root, grad) for root, grad in zip(roots, grads, strict=True)
             ]
-        for leaf in _leaves(roots):
-            # an inner pass hands gradients of other leaves back to the outer one
-            if isinstance(leaf, nn.Parameter) or not is_inner:
-                stack.callback(register_first(leaf, _divided).remove)
         return grads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from .files import Recording
@@ -74,14 +75,18 @@ def rows_of_blocks(
 def repeated_rows(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, int]:
     """Count rows that several ranks got, though none has all rows in common.
 
-    Ranks of one model have all rows in common, and a constant input is that of all.
+    Ranks of one model have all rows in common, and a constant input is that of all. Of
+    the other inputs that with the fewest counts: rows of a mask are often equal.
     """
     repeated: dict[int, int] = {}
     for step, by_rank in inputs.items():
+        counts = list[int]()
         for of_ranks in _by_input(ranks, by_rank, step):
-            counts = Counter(row for rows in {*of_ranks.values()} for row in rows)
-            count = sum(number > 1 for number in counts.values())
-            repeated[step] = max(count, repeated.get(step, 0))
+            sets = {*of_ranks.values()}
+            rows = Counter(row for each in sets for row in each)
+            if len(sets) > 1:
+                counts.append(sum(number > 1 for number in rows.values()))
+        repeated[step] = min(counts, default=0)
     return repeated
 
 
@@ -109,13 +114,17 @@ def _by_input(
     by_rank: Mapping[int, Sequence[Sequence[int]]],
     step: int,
 ) -> list[dict[int, frozenset[int]]]:
-    """Return the rows of each input, by rank, if all calls have equally many inputs."""
-    counts = {len(call) for rank in by_rank for call in ranks[rank].bags.get(step, ())}
-    if len(counts) != 1:
-        return []
-    (count,) = counts
+    """Return the rows of each input that all calls have, by rank."""
+    sizes = {
+        rank: [len(call) for call in ranks[rank].bags.get(step, ())] for rank in by_rank
+    }
+    count = min((size for of_rank in sizes.values() for size in of_rank), default=0)
+    firsts = {rank: [0, *accumulate(of_rank)][:-1] for rank, of_rank in sizes.items()}
     return [
-        {rank: every_row(rows[number::count]) for rank, rows in by_rank.items()}
+        {
+            rank: every_row(rows[first + number] for first in firsts[rank])
+            for rank, rows in by_rank.items()
+        }
         for number in range(count)
     ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -393,18 +394,25 @@ def _same_rows(one: Run, other: Run, step: int) -> bool:
 def _same_in_pieces(one: Run, other: Run, step: int) -> bool:
     """Return True if the inputs have the same elements, whatever pieces ranks got.
 
-    An input that never changes says nothing, such as a table. Another one may be
-    computed by the job, such as a hidden state: of floats one equal input is enough.
+    An input that never changes says nothing, such as a table. Of tokens the first other
+    input counts, and of floats all. But a job may compute one of them, such as a hidden
+    state: equal at the first step, and otherwise only up to rounding.
     """
-    pairs = [*zip(one.bags.get(step, ()), other.bags.get(step, ()), strict=False)]
-
-    def changes(number: int) -> bool:
-        every = [bags[number] for bags in one.bags.values() if number < len(bags)]
-        return len({*every}) > 1 or len(every) == 1
-
-    same = [mine == its for n, (mine, its) in enumerate(pairs) if changes(n)]
-    same = same or [mine == its for mine, its in pairs]
-    return any(same[:1] if one.has_tokens else same)
+    both = sorted(one.bags.keys() & other.bags.keys())
+    pairs = {at: [*zip(one.bags[at], other.bags[at], strict=False)] for at in both}
+    same = [mine == its for mine, its in pairs.get(step, ())]
+    changes = [
+        len({bags[n] for bags in one.bags.values() if n < len(bags)}) > 1
+        for n in range(len(same))
+    ]
+    decisive = [equal for equal, moves in zip(same, changes, strict=True) if moves]
+    if one.has_tokens:
+        return any((decisive or same)[:1])
+    if not decisive:
+        return bool(same) and all(same)
+    at_first = [mine == its for mine, its in pairs[both[0]]]
+    none_is_other = all(map(operator.or_, same, at_first))
+    return any(decisive) and none_is_other and len(at_first) >= len(same)
 
 
 def _padded_alike(one: Run, other: Run, step: int) -> bool:

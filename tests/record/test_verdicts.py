@@ -428,6 +428,12 @@ def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
         ({0: [5, 1], 1: [6, 2]}, {0: [5, 1], 1: [7, 2]}, False, SAME),
         ({0: [5, 1], 1: [6, 2]}, {0: [5, 1], 1: [7, 2]}, True, NOT_COMPARABLE),
         ({0: [5, 1], 1: [6, 2]}, {0: [5, 1], 1: [6, 3]}, True, SAME),
+        # another seed, beside a mask that changes
+        ({0: [6, 1], 1: [7, 2]}, {0: [5, 1], 1: [8, 2]}, False, NOT_COMPARABLE),
+        # with one step no input is known to change
+        ({1: [5, 1]}, {1: [5, 1]}, False, SAME),
+        ({1: [5, 1]}, {1: [5, 2]}, False, NOT_COMPARABLE),
+        ({1: [5, 1]}, {1: [5, 2]}, True, SAME),
         # all are constant: the batch is
         ({0: [5], 1: [5]}, {0: [5], 1: [5]}, False, SAME),
         ({0: [5], 1: [5]}, {0: [5], 1: [6]}, False, NOT_COMPARABLE),
@@ -449,6 +455,7 @@ def test_inputs_in_pieces_are_compared_one_by_one(
         ([[[1], [2, 3]], [[1], [3, 4]]], 1),  # one row of the second is twice
         ([[[1], [2, 3]], [[1], [2, 3]]], 0),  # ranks of one model
         ([[[2, 3]], [[3, 4]], [[4, 2]], [[3, 4]]], 3),
+        ([[[2, 3], [8, 9]], [[4, 5], [9, 7]]], 0),  # the second input is a mask
     ],
 )
 def test_rows_that_a_sampler_repeats_are_counted(
