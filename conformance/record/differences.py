@@ -181,15 +181,18 @@ def _idle_alike(
     one: Side, other: Side, names: Mapping[str, str], step: int
 ) -> set[str]:
     """Return the tensors whose gradient is zero at the same elements in all runs."""
-    runs = [(run, True) for run in (one.run, *one.noisy)]
-    runs += [(run, False) for run in (other.run, *other.noisy)]
 
-    def positions(name: str, its: str) -> set[int | None]:
-        keys = ((run, name if is_first else its) for run, is_first in runs)
-        wholes = (run.tensors.get((step, IDLE, name)) for run, name in keys)
+    def positions(side: Side, name: str) -> set[int | None]:
+        wholes = (
+            run.tensors.get((step, IDLE, name)) for run in (side.run, *side.noisy)
+        )
         return {None if whole is None else whole.digest for whole in wholes}
 
-    return {name for name, its in names.items() if len(positions(name, its)) == 1}
+    return {
+        name
+        for name, its in names.items()
+        if len(positions(one, name) | positions(other, its)) == 1
+    }
 
 
 def _pairs(

@@ -84,10 +84,10 @@ class Recorder:
         self.late: set[int] = set()
         """ids of optimizers created after ``others`` was set: an inner loop may create
         many."""
-        self.stepped: dict[int, Any] = {}
+        self.recorded: dict[int, Any] = {}
         """id of a parameter -> weak reference to it, for the recorded optimizers; set
         once the recording is written."""
-        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.later: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers that stepped after the recording was written."""
         self.finals: list[tuple[int, State]] = []
         """Number of an optimizer and its state after its last recorded step."""
@@ -301,13 +301,13 @@ class Recorder:
 
     def _note_late(self, optimizer: Any) -> None:
         """Leave a mark if an optimizer trains parameters that were not recorded."""
-        if self.declared or optimizer in self.known or os.getpid() != self.process:
+        if self.declared or optimizer in self.later or os.getpid() != self.process:
             return
-        self.known.add(optimizer)
+        self.later.add(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        refs = ((self.stepped.get(id(p)), p) for p in params if p.requires_grad)
+        refs = ((self.recorded.get(id(p)), p) for p in params if p.requires_grad)
         count = sum(ref is None or ref() is not p for ref, p in refs)
-        if count and self.stepped:
+        if count and self.recorded:
             text = f"{type(optimizer).__name__} of {counted(count, 'tensor')}"
             (self.out / f"{LATE}{self.rank}").write_text(text)
 
@@ -478,7 +478,7 @@ class Recorder:
             for _, optimizer, _ in self.optimizers.values():
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        self.stepped[id(parameter)] = weakref.ref(parameter)
+                        self.recorded[id(parameter)] = weakref.ref(parameter)
         self._let_go()
         if not is_written:
             why = self.recording.notes[-1]
