@@ -78,15 +78,11 @@ def buffers_on_rank(engine: Engine) -> dict[str, Tensor]:
 
 def digests_of_buffers(engine: Engine) -> dict[str, str]:
     """Return name -> digest of each buffer of a ``state_dict``, in any dtype."""
-    return {
-        name: digest(buffer)
-        for name, buffer in _named(engine).items()
-        if name in engine.saved_names and has_plain_bits(local(buffer.detach()))
-    }
+    return {n: digest(b) for n, b in _named(engine).items() if n in engine.saved_names}
 
 
 def _named(engine: Engine) -> dict[str, Tensor]:
-    """Return the buffers of a rank's modules, by their names in the full model.
+    """Return the dense buffers of a rank's modules, by their names in the full model.
 
     A copy of the model, such as its running average, has buffers with the same names.
     Those of the module with the trained parameters count.
@@ -103,16 +99,15 @@ def _named(engine: Engine) -> dict[str, Tensor]:
         for module, name in names.items():
             if module not in overwritten:
                 for last, buffer in module.named_buffers(recurse=False):
-                    buffers.setdefault(f"{name}.{last}" if name else last, buffer)
+                    if has_plain_bits(local(buffer.detach())):
+                        buffers.setdefault(f"{name}.{last}" if name else last, buffer)
     return buffers
 
 
 def _is_whole(buffer: Tensor, whole: Tensor) -> bool:
     if isinstance(buffer, DTensor) and any(p.is_partial() for p in buffer.placements):
         return False
-    part = local(buffer)
-    is_comparable = buffer.is_floating_point() and has_plain_bits(part)
-    return is_comparable and part.shape == whole.shape
+    return buffer.is_floating_point() and local(buffer).shape == whole.shape
 
 
 def _overwritten(root: nn.Module) -> set[nn.Module]:

@@ -2,8 +2,8 @@
 
 Moved weights do not show all of that noise. The gradient of a bias is a sum over rows.
 If the loss is piecewise linear, as of L1 or of WGAN, its summands do not depend on the
-weights: all runs make the same rounding errors. The summands may cancel, too, and leave
-nothing but the errors. So some nudged runs
+weights: all runs make the same rounding errors. If the summands cancel, only these
+errors are left. So some nudged runs
 
 - multiply the loss by a factor that is no power of two, and divide the gradient of each
   leaf by it: all sums have other rounding errors;
@@ -93,7 +93,7 @@ class Rounding:
         self.depth -= 1
 
     def _rounded(self, stack: ExitStack, roots: Any, grads: Any) -> Any:
-        """Multiply the gradients of the roots, and divide those of the leaves."""
+        """Return root gradients times the factor; hooks divide leaf gradients by it."""
         if not all(isinstance(root, Tensor) for root in roots):
             return grads  # edges of a graph
         is_inner = self.depth > 1

@@ -93,9 +93,9 @@ def repeated_rows(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, i
 def bags_of_inputs(
     ranks: Mapping[int, Recording], inputs: Inputs
 ) -> dict[int, list[int]]:
-    """Return the sum of all ranks' bags of each input; those of equal rows count once.
+    """Return the bag of each input, summed over ranks.
 
-    A constant input, such as a table, is thus counted once as well.
+    Ranks with equal rows of an input count once, and so does a constant table.
     """
     bags_by_step: dict[int, list[int]] = {}
     for step, by_rank in inputs.items():

@@ -127,7 +127,6 @@ def compare(one: Side, other: Side) -> Comparison:
     if comparison.code == DIFFERENT and (text := _searched(comparison, one, other)):
         comparison.code, comparison.headline = UNDECIDED, text
     if comparison.code == DIFFERENT:
-        comparison.leads += _padded_batches(one, other, comparison)
         _locate(comparison, one, other, names, steps)
     elif comparison.code == SAME and len(steps) == 1:
         for text in _shown_later(other, steps):
@@ -151,12 +150,12 @@ def _locate(
     steps: Sequence[int],
 ) -> None:
     """Find where the sides begin to differ: by dtype, region, rank and block."""
-    found.leads += _precisions(one, other)
     wrong = _first_wrong(found.rows)
+    at = wrong[0].step if wrong else steps[0]
+    found.leads += [*_padded_batches(one, other, at), *_precisions(one, other)]
     found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
     for row, region in found.regions[:1]:
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
-    at = wrong[0].step if wrong else steps[0]
     factor = _one_factor(one.run, found.rows, at)
     is_update = bool(wrong) and all(row.kind != "gradient" for row in wrong)
     found.blocks, where = where_it_begins(
@@ -356,9 +355,8 @@ def _clipped(code: int, one: Side, other: Side, steps: Sequence[int]) -> Iterato
         )
 
 
-def _padded_batches(one: Side, other: Side, found: Comparison) -> Iterator[str]:
-    """Yield a lead if ranks of one side alone share rows at the step that differs."""
-    at = _first_wrong(found.rows)[0].step if _first_wrong(found.rows) else 0
+def _padded_batches(one: Side, other: Side, at: int) -> Iterator[str]:
+    """Yield a lead if ranks of one side alone share rows at a step."""
     counts = [side.run.repeated.get(at, 0) for side in (one, other)]
     if bool(counts[0]) != bool(counts[1]):
         side, count = max(zip((one, other), counts, strict=True), key=lambda x: x[1])

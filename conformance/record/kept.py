@@ -133,11 +133,11 @@ class Kept:
         its gradient is zero.
 
         Its sum of squares is not that of the update. It is that of one unit in the last
-        place of each weight, multiplied alike: a correct step may round each weight to
-        either side.
+        place of each weight, with the same factors: a correct step may round each
+        weight to either side.
 
         Args:
-            before: numbers of the weights before the step, multiplied alike.
+            before: numbers of the weights before the step, with the same factors.
             unit: distance from 1 to the next number in the weights' dtype.
         """
         assert self.sketch is not None and before.sketch is not None

@@ -86,15 +86,15 @@ def _first(does: Sequence[bool], both: _Pair) -> _Pair:
 
 def _untied(has: Side, lacks: Side, name: str, paired: Container[str]) -> str:
     """Return a sentence if the side that lacks a tensor may tie it to another one."""
-    alike = _begin_alike(has.run, name, paired)
-    if name in lacks.run.unstepped or len(alike) != 1:
+    twins = _equal_at_start(has.run, name, paired)
+    if name in lacks.run.unstepped or len(twins) != 1:
         return ""
-    weights, theirs = (_weights(has.run, each) for each in (name, alike[0]))
+    weights, theirs = (_weights(has.run, each) for each in (name, twins[0]))
     both = sorted(weights.keys() & theirs.keys())
     step = next((s for s in both if weights[s] != theirs[s]), both[0])
     return (
-        f"step {step}: {name} and {alike[0]} of {has.name} began equal and do not stay "
-        f"so. {lacks.name} has {alike[0]} alone and may tie the two: then {has.name} "
+        f"step {step}: {name} and {twins[0]} of {has.name} began equal and do not stay "
+        f"so. {lacks.name} has {twins[0]} alone and may tie the two: then {has.name} "
         "must add up their gradients"
     )
 
@@ -104,14 +104,14 @@ def _copied(run: Run, name: str, paired: Container[str]) -> str:
 
     A tensor that never moves shows no copy: its gradients need not be added up.
     """
-    alike = _begin_alike(run, name, paired)
-    weights = _weights(run, name) if alike else {}
+    twins = _equal_at_start(run, name, paired)
+    weights = _weights(run, name) if twins else {}
     if len({*weights.values()}) < 2:
         return ""
-    return next((each for each in alike if _weights(run, each) == weights), "")
+    return next((each for each in twins if _weights(run, each) == weights), "")
 
 
-def _begin_alike(run: Run, name: str, paired: Container[str]) -> list[str]:
+def _equal_at_start(run: Run, name: str, paired: Container[str]) -> list[str]:
     """Return the tensors with a partner that begin with the bits of another one.
 
     Vectors are not looked for, because all weights of layer norms begin alike.
