@@ -126,6 +126,11 @@ class Kept:
             torch.stack([a + x, torch.maximum(b, y), c + z]),
         )
 
+    def divided(self, by: float) -> Kept:
+        """Return the numbers of a weighted reading whose factors are divided."""
+        assert self.sketch is not None
+        return self if by == 1.0 else replace(self, sketch=self.sketch / by)
+
     def update(self, before: Kept, unit: float) -> Kept:
         """Return the sketch of an update, that is, of these numbers minus ``before``.
 

@@ -7,7 +7,9 @@ gradient. After the step: that product again, with the same gradient. The differ
 the two products is the update weighted by the gradient. Plain updates of Adam have a
 direction that rounding decides wherever the gradient is small. Where the gradient is
 zero, as in rows of an embedding, the update itself is read: decay or momentum may move
-these weights. The weights after a step are read when the next step begins.
+these weights. The weights after a step are read when the next step begins. A kernel may
+change the gradients meanwhile. If a fused one has divided them by the scale, so is the
+first product. SGD with Nesterov momentum may add to them, so they are copied.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ import pickle
 import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import SGD
 
 from .files import Call, Settings, Stored, copied
 from .kept import IDLE, Box, Sums, Wanted
@@ -132,13 +136,17 @@ class Step:
             found_inf=copied(getattr(optimizer, "found_inf", None)),
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
+        is_overwritten = any(map(partial(_writes_gradients, optimizer), groups))
         gradients: dict[str, tuple[Tensor, Box]] = {}
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
             if part.stepped.grad is None:
                 call.without_gradient.append(part.name)
                 continue
-            gradient, box = gradients[part.key] = part.cut(dense(part.stepped.grad))
+            gradient, box = part.cut(dense(part.stepped.grad))
+            if is_overwritten:
+                gradient = gradient.clone()
+            gradients[part.key] = gradient, box
             wanted["gradient", part.key] = Wanted(gradient, box)
             if box == part.box:
                 wanted |= _weighted("before", part, gradient)
@@ -168,15 +176,21 @@ class Step:
         units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
         after = {} if self.after is None else self.after.read()
         for part in (part for kind, part in after if kind == "again"):
-            # the digests differ if a kernel has divided the gradients in place
-            if torch.equal(after["again", part].digest, kept["gradient", part].digest):
-                for end, kind in _UPDATES.items():
-                    before = kept[f"before{end}", part]
-                    update = after[f"after{end}", part].update(before, units[part])
-                    if kind == IDLE and not update.digest:  # no gradient is zero
-                        update = replace(update, sketch=None)
-                    key = f"{number}/{step}/{kind}/{part}"
-                    yield key, Stored.of(boxes["before", part], update)
+            again, first = after["again", part], kept["gradient", part]
+            is_same = torch.equal(again.digest, first.digest)
+            if not is_same and not self.call.scale:
+                continue  # something has changed the gradient
+            # a fused kernel divides gradients by the scale, in place
+            scale = 1.0 if is_same else float(self.call.scale)
+            for end, kind in _UPDATES.items():
+                before = kept[f"before{end}", part]
+                if kind != IDLE:
+                    before = before.divided(scale)
+                update = after[f"after{end}", part].update(before, units[part])
+                if kind == IDLE and not update.digest:  # no gradient is zero
+                    update = replace(update, sketch=None)
+                key = f"{number}/{step}/{kind}/{part}"
+                yield key, Stored.of(boxes["before", part], update)
 
 
 _UPDATES = {"": "update", " idle": IDLE}
@@ -197,6 +211,19 @@ def _weighted(when: str, part: Part, gradient: Tensor) -> dict[tuple[str, str], 
         )
         for end, kind in _UPDATES.items()
     }
+
+
+def _writes_gradients(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Return True if a step may add momentum to the gradients themselves.
+
+    The foreach kernel of torch's SGD does so with Nesterov momentum. On a GPU it is the
+    default.
+    """
+    return (
+        isinstance(optimizer, SGD)
+        and bool(group["nesterov"])
+        and group["foreach"] is not False
+    )
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -473,6 +473,45 @@ def test_the_update_of_rows_without_a_gradient_is_read(
     torch.testing.assert_close(torch.from_numpy(update).view(6, 2), due)
 
 
+OVERWRITES: dict[str, tuple[Any, dict[str, Any], float | None]] = {
+    "adds momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, None),
+    "divides by the scale": (torch.optim.AdamW, {"fused": True}, 8.0),
+}
+
+
+@pytest.mark.parametrize("how", OVERWRITES)
+def test_an_update_is_recorded_if_a_kernel_overwrites_gradients(
+    tmp_path: Path, how: str
+) -> None:
+    """Both kernels make one update, and only the second one changes gradients."""
+    kind, options, scale = OVERWRITES[how]
+
+    def losses(model: nn.Module, by: Any, *, changes: bool) -> Losses:
+        factor = scale if changes else None
+        yield (model(rows(0)) ** 2).sum() * (factor or 1.0)
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        if factor:
+            by.grad_scale = torch.tensor([factor])
+        by.step()
+        gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        assert changes is not all(map(torch.equal, gradients, before))
+
+    updates = list[Tensor]()
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = kind(
+            model.parameters(), 0.1, foreach=changes and not scale, **options
+        )
+        each = losses(model, optimizer, changes=changes)
+        run = recorded(tmp_path / str(changes), each, steps=(0, 1))
+        sketch = run.tensors[0, "update", "weight"].sketch
+        assert sketch is not None
+        updates.append(torch.from_numpy(sketch))
+    torch.testing.assert_close(*updates)
+    assert updates[0].any()
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_written(tmp_path: Path, bad: float) -> None:
     model = nn.Linear(3, 1)
