@@ -30,7 +30,7 @@ from .equal import (
     unplaced,
 )
 from .merge import Run, Side
-from .one_sided import copies, lacking
+from .one_sided import changed_between, copies, lacking
 from .regions import Region, region_of
 from .where import where_it_begins
 
@@ -153,6 +153,7 @@ def _locate(
     wrong = _first_wrong(found.rows)
     at = wrong[0].step if wrong else steps[0]
     found.leads += [*_padded_batches(one, other, at), *_precisions(one, other)]
+    found.leads += changed_between(one, other, names, at - 1)
     found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
     for row, region in found.regions[:1]:
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
@@ -611,6 +612,12 @@ def _left_out(
             f"not summed when the optimizer is called: "
             f"{counted(len(partial), 'gradient')}, {partial[0]} first. Sums or means "
             "over ranks were compared, and not the updates"
+        )
+    for leading, of_ranks in itertools.islice(other.leaders.items(), 1):
+        yield (
+            f"compared: the gradient of rank {listed(of_ranks)} alone, of "
+            f"{counted(len(other.leaders), 'tensor')} ({leading} first). Other ranks "
+            "have other gradients, and take that rank's weights over"
         )
     if other.early:
         yield (

@@ -17,6 +17,7 @@ from .compare import (
 )
 from .differences import UPDATES
 from .equal import listed, no_step, other_inputs, step_on_ranks
+from .kept import RESULT
 from .merge import Key, Run
 from .modules import GRADIENT, OUTPUT
 
@@ -75,12 +76,15 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
 
 BUFFER = "buffer"
 """Kind of the buffers of a model; they have no optimizer."""
-_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, **dict.fromkeys(UPDATES, 4)}
+_NOT_EXACT = (*UPDATES, RESULT)
+"""Kinds that are not compared: an update has no digest, and the result of a step is the
+weight of the next one."""
+_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, **dict.fromkeys(_NOT_EXACT, 4)}
 """Kind of tensor -> its position in a step; weights and states come first."""
 
 
 def _is_exact(key: tuple[int, str, str]) -> bool:
-    return key[1] not in UPDATES  # an update has no digest
+    return key[1] not in _NOT_EXACT
 
 
 def _called(kind: str) -> str:

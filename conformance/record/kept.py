@@ -30,6 +30,7 @@ __all__ = [
     "BUCKETS",
     "GRID",
     "IDLE",
+    "RESULT",
     "SLOTS",
     "Batch",
     "Box",
@@ -60,6 +61,9 @@ KEYS_BYTES = 1 << 29
 _32 = 0xFFFFFFFF
 IDLE = "idle update"
 """Kind of an update of those elements whose gradient is zero."""
+RESULT = "weight after the step"
+"""Kind of a weight as the optimizer leaves it. The job may change it before the next
+step begins."""
 
 
 @dataclass(frozen=True)

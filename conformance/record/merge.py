@@ -7,7 +7,8 @@ does not know that other ranks hold the same elements. One replica counts, and t
 others must have its digest. For a tensor that is still to be summed, only the sketches
 of its parts add up. An optimizer may average gradients in its own step. Then replicas
 differ in their gradients before the step and agree in their weights after it; the mean
-of the replicas is the gradient.
+of the replicas is the gradient. A job may also send the weights of one rank to all.
+Then the gradient of that rank counts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from .batches import (
     rows_of_blocks,
 )
 from .files import Recording, Stored, read_run
-from .kept import IDLE, Box
+from .kept import IDLE, RESULT, Box
 from .modules import GRADIENT, OUTPUT
 from .parts import UNNAMED
 
@@ -297,6 +299,9 @@ class Run:
     """Step -> rank -> number of its rows."""
     repeated: Mapping[int, int] = field(default_factory=dict)
     """Step -> number of rows that several ranks got, each beside other rows."""
+    leaders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter -> ranks whose weights other ranks take over after each step. Only
+    their gradients and updates count."""
     early: tuple[str, ...] = ()
     """Tensors whose weights after the last step were read before the job made them
     equal on all ranks."""
@@ -375,7 +380,9 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         if which[1] == "gradient" and not each.is_whole:
             whole[which] = merge([*parts[which], *_not_stepped(parts, which)])
     last = max((step for step, kind, _ in whole if kind == "gradient"), default=0)
-    early = [] if exact else _average(whole, parts, last)
+    early, leaders = list[str](), dict[str, tuple[int, ...]]()
+    if not exact:
+        early, leaders = _replicas_with_other_gradients(whole, parts, last)
     # a tensor that no module has: unless ranks begin equal, their shares are unknown
     firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
     hidden = {name for name, first in firsts.items() if first.unlike}
@@ -446,6 +453,7 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         replicas={key: each.unlike for key, each in whole.items() if each.unlike},
         evaluations=_evaluations(ranks.values()),
         early=tuple(early),
+        leaders=leaders,
         skipped=frozenset(k for k, r in skipping.items() if r == settings[k].keys()),
         skipping={
             key: tuple(sorted(by))
@@ -455,30 +463,38 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
     )
 
 
-def _average(
+def _replicas_with_other_gradients(
     whole: dict[Key, Whole], parts: Mapping[Key, list[tuple[int, Stored]]], last: int
-) -> list[str]:
-    """Average gradients that differ between ranks, if the weights are equal afterwards.
+) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+    """Find the gradients by which a job steps, if ranks that step alike have others.
 
-    The job then sums gradients in its optimizer, or averages weights after each step.
+    Weights are then equal on all ranks when the next step begins. If they are the
+    result of some ranks, the gradients of these ranks count. Otherwise the job sums
+    gradients in its optimizer, or averages weights after each step, and the mean of all
+    gradients counts.
 
-    Weights after step ``last`` are read inside of it, before the job averages them. In
-    a job that made most of its weights equal after each step before, those that differ
-    between ranks are removed.
+    Weights after step ``last`` are read inside of it, before the job makes them equal.
+    In a job that made most of its weights equal after each step before, those that
+    differ between ranks are removed.
 
     Returns:
-        Names of the removed weights.
+        Names of the removed weights, and the ranks whose gradients count, by parameter.
     """
+    leaders = dict[str, tuple[int, ...]]()
+    equal, apart = dict[int, list[str]](), set[str]()
 
-    def average(at: int, name: str) -> None:
-        whole[at, "gradient", name] = merge(parts[at, "gradient", name], averages=True)
-        # the step's weights were gradients before the sum
-        for update in ("update", IDLE):
-            whole.pop((at, update, name), None)
+    def merge_again(at: int, name: str) -> None:
+        ranks = leaders.get(name)
+        for kind in ("gradient", "update", IDLE, RESULT) if ranks else ("gradient",):
+            every = parts.get((at, kind, name), ())
+            of_ranks = [part for part in every if not ranks or part[0] in ranks]
+            if of_ranks:
+                whole[at, kind, name] = merge(of_ranks, averages=not ranks)
+        if not ranks:  # the step's weights were gradients before the sum
+            for kind in ("update", IDLE):
+                whole.pop((at, kind, name), None)
 
-    averaged, apart = set[str](), set[str]()
-    for which in sorted(key for key, each in whole.items() if each.unlike):
-        at, what, name = which
+    for at, what, name in sorted(key for key, each in whole.items() if each.unlike):
         before, after = (whole.get((s, "weight", name)) for s in (at, at + 1))
         if what != "gradient" or before is None or after is None:
             continue
@@ -486,18 +502,39 @@ def _average(
             apart.add(name)
         # a step that moved nothing does not show how gradients are summed
         if not after.unlike and before.digest != after.digest:
-            averaged.add(name)
-            average(at, name)
-    names = {name for _, kind, name in whole if kind == "weight"}
-    if apart or 2 * len(averaged) <= len(names):
-        return []
-    ends = ((name, whole.get((last + 1, "weight", name))) for name in names)
+            equal.setdefault(at, []).append(name)
+    for at, names in equal.items():
+        ranks_by_name = {name: _leaders(parts, at, name) for name in names}
+        # the mean of a tensor of few bits may be the result of one rank by chance
+        leaders = ranks_by_name if all(ranks_by_name.values()) else {}
+        for name in names:
+            merge_again(at, name)
+    every = {name for _, kind, name in whole if kind == "weight"}
+    if apart or 2 * len({*chain(*equal.values())}) <= len(every):
+        return [], leaders
+    ends = ((name, whole.get((last + 1, "weight", name))) for name in every)
     early = sorted(name for name, end in ends if end is not None and end.unlike)
     for name in early:
         del whole[last + 1, "weight", name]
         if (last, "gradient", name) in whole:
-            average(last, name)
-    return early
+            merge_again(last, name)
+    return early, leaders
+
+
+def _leaders(
+    parts: Mapping[Key, Sequence[tuple[int, Stored]]], step: int, name: str
+) -> tuple[int, ...]:
+    """Return the ranks whose result of a step other ranks have taken over.
+
+    Returns no ranks if each rank keeps its own result, or if an element has no leader.
+    """
+    results = parts.get((step, RESULT, name), ())
+    after = dict(parts.get((step + 1, "weight", name), ()))
+    leaders = {r: p for r, p in results if r in after and after[r].digest == p.digest}
+    places = ({each.place for each in of} for of in (leaders.values(), after.values()))
+    if len(leaders) == len(results) or len({*map(frozenset, places)}) > 1:
+        return ()
+    return tuple(leaders)
 
 
 def _not_stepped(

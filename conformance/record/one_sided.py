@@ -1,4 +1,4 @@
-"""Tensors that only one side trains or steps, and copies of tied weights.
+"""Tensors that only one side trains, steps or changes, and copies of tied weights.
 
 A pipeline may keep a copy of a tied weight on each end. The other side then has one of
 the two tensors alone, and the copies must stay equal.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
+from ..status import counted
+from .kept import RESULT
 from .merge import Run, Side
 
-__all__ = ["copies", "lacking"]
+__all__ = ["changed_between", "copies", "lacking"]
 
 
 def lacking(
@@ -148,6 +150,32 @@ def copies(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
                     f"tied: {name} of {has.name} keeps the bits of {partner}, and "
                     f"{lacks.name} has the latter alone"
                 )
+
+
+def changed_between(
+    one: Side, other: Side, names: Mapping[str, str], step: int
+) -> Iterator[str]:
+    """Yield a sentence if, after a step, one side alone changes weights otherwise."""
+
+    def changed(run: Run, name: str) -> bool:
+        result = run.tensors.get((step, RESULT, name))
+        after = run.tensors.get((step + 1, "weight", name))
+        return (
+            result is not None and after is not None and result.digest != after.digest
+        )
+
+    pairs = [(changed(one.run, n), changed(other.run, names[n])) for n in names]
+    for side, its in ((one, 0), (other, 1)):
+        alone = [
+            n for n, does in zip(names, pairs, strict=True) if does[its] > does[not its]
+        ]
+        if alone:
+            idle = other if side is one else one
+            yield (
+                f"between steps {step} and {step + 1}, something other than the "
+                f"optimizer changes {counted(len(alone), 'tensor')} of {side.name} "
+                f"({alone[0]} first), and not in {idle.name}"
+            )
 
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:

@@ -7,9 +7,10 @@ gradient. After the step: that product again, with the same gradient. The differ
 the two products is the update weighted by the gradient. Plain updates of Adam have a
 direction that rounding decides wherever the gradient is small. Where the gradient is
 zero, as in rows of an embedding, the update itself is read: decay or momentum may move
-these weights. The weights after a step are read when the next step begins. A kernel may
-change the gradients meanwhile. If a fused one has divided them by the scale, so is the
-first product. SGD with Nesterov momentum may add to them, so they are copied.
+these weights. The bits of weights are read right after the step, and again when the
+next step begins: the job may change them in between. A kernel may change the gradients
+meanwhile. If a fused one has divided them by the scale, so is the first product. SGD
+with Nesterov momentum may add to them, so they are copied.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from torch import Tensor
 from torch.optim import SGD
 
 from .files import Call, Settings, Stored, copied
-from .kept import IDLE, Box, Sums, Wanted
+from .kept import IDLE, RESULT, Box, Sums, Wanted
 from .parts import Part, Roots, parts_of, place
+from .torch_internals import version_of
 
 __all__ = ["State", "Step", "dense", "states_of_generators"]
 
@@ -100,8 +102,9 @@ class Step:
     start: State
     sums: Sums[tuple[str, str]]
     """Tensors read once the gradients are computed, by (kind, key of a part)."""
-    gradients: dict[str, tuple[Tensor, Box]]
-    """Key of a part -> gradient and its box, until the step has ended."""
+    gradients: dict[str, tuple[Tensor, Box, int | None]]
+    """Key of a part -> gradient, its box and its version, until the step has ended. The
+    version is None where a kernel may write without counting."""
     after: Sums[tuple[str, str]] | None = None
     """Tensors read after the step, by (kind, key of a part)."""
 
@@ -137,7 +140,10 @@ class Step:
             unnamed=sum(id(p) not in names_by_id for g in groups for p in g["params"]),
         )
         is_overwritten = any(map(partial(_writes_gradients, optimizer), groups))
-        gradients: dict[str, tuple[Tensor, Box]] = {}
+        # a fused kernel of torch writes without counting
+        counts = type(optimizer).__module__.startswith("torch.optim.")
+        counts = counts and not any(group.get("fused") for group in groups)
+        gradients: dict[str, tuple[Tensor, Box, int | None]] = {}
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in parts:
             if part.stepped.grad is None:
@@ -146,21 +152,24 @@ class Step:
             gradient, box = part.cut(dense(part.stepped.grad))
             if is_overwritten:
                 gradient = gradient.clone()
-            gradients[part.key] = gradient, box
+            version = version_of(gradient) if counts else None
+            gradients[part.key] = gradient, box, version
             wanted["gradient", part.key] = Wanted(gradient, box)
             if box == part.box:
                 wanted |= _weighted("before", part, gradient)
         return cls(call, start, Sums(wanted), gradients)
 
     def end(self) -> None:
-        """Start to read the weights after the step, and the bits of gradients again."""
+        """Start to read weights after the step, and gradients that may have changed."""
         wanted: dict[tuple[str, str], Wanted] = {}
         for part in self.start.parts:
             if ("before", part.key) not in self.sums.boxes:
                 continue
-            gradient, box = self.gradients[part.key]
+            gradient, box, version = self.gradients[part.key]
             wanted |= _weighted("after", part, gradient)
-            wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
+            if version is None or version != version_of(gradient):
+                wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
+            wanted[RESULT, part.key] = Wanted(part.weight, part.box, only_bits=True)
         self.after = Sums(wanted)
         self.gradients.clear()
 
@@ -175,8 +184,11 @@ class Step:
                 yield key, Stored.of(boxes[kind, part], each)
         units = {p.key: torch.finfo(p.weight.dtype).eps for p in self.start.parts}
         after = {} if self.after is None else self.after.read()
-        for part in (part for kind, part in after if kind == "again"):
-            again, first = after["again", part], kept["gradient", part]
+        for part in (part for kind, part in after if kind == RESULT):
+            result = Stored.of(boxes["before", part], after[RESULT, part])
+            yield f"{number}/{step}/{RESULT}/{part}", result
+            first = kept["gradient", part]
+            again = after.get(("again", part), first)
             is_same = torch.equal(again.digest, first.digest)
             if not is_same and not self.call.scale:
                 continue  # something has changed the gradient

@@ -18,6 +18,7 @@ __all__ = [
     "in_join",
     "joinable",
     "register_first",
+    "version_of",
 ]
 
 
@@ -84,3 +85,8 @@ def joinable(objects: Iterable[Any]) -> list[Any]:
 def in_join(objects: Iterable[Any]) -> bool:
     """Return True within torch's ``join()`` of one of the given joinable objects."""
     return any(each._join_config.enable for each in objects)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often torch has written into a tensor; None if it does not count."""
+    return None if tensor.is_inference() else tensor._version

@@ -64,6 +64,15 @@ def test_a_hook_that_is_registered_first_runs_first() -> None:
     assert seen == [6, 2]
 
 
+def test_writes_into_a_tensor_are_counted() -> None:
+    x = torch.ones(2, 2)
+    first = of_recording.version_of(x[0])
+    torch._foreach_add_([x], 1)
+    assert of_recording.version_of(x[0]) != first
+    with torch.inference_mode():
+        assert of_recording.version_of(torch.ones(2)) is None
+
+
 def test_private_names_of_operators_work() -> None:
     bernoulli, view = torch.ops.aten.bernoulli.p, torch.ops.aten.view.default
     declared = internals.arguments_of(bernoulli)

@@ -2,11 +2,12 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import random
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,8 @@ import gradparity
 from gradparity.conformance.record.compare import compare
 from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.exact import compare_exactly
-from gradparity.conformance.record.kept import IDLE
+from gradparity.conformance.record.files import read_run
+from gradparity.conformance.record.kept import IDLE, RESULT
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
@@ -512,6 +514,20 @@ def test_an_update_is_recorded_if_a_kernel_overwrites_gradients(
     assert updates[0].any()
 
 
+def test_no_update_is_recorded_if_the_job_changes_gradients_in_a_step(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def empties(optimizer: Any, *_: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    optimizer.register_step_post_hook(empties)
+    run = recorded(tmp_path, trains(model, optimizer), steps=(0, 1))
+    assert {kind for _, kind, _ in run.tensors} == {"weight", "gradient", RESULT}
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_is_written(tmp_path: Path, bad: float) -> None:
     model = nn.Linear(3, 1)
@@ -939,6 +955,42 @@ def test_weights_that_are_averaged_after_each_step(
     exact = read_merged(tmp_path, exact=True)
     assert exact.tensors[2, "gradient", "weight"].digest is not None
     assert (3, "weight", "weight") in exact.replicas
+
+
+def sends_weights(folder: str, averaged: Sequence[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses() -> Losses:
+        for _ in range(3):
+            yield model(rows(current_world().rank)).square().sum()
+            optimizer.step()
+            for name, parameter in model.named_parameters():
+                if name in averaged:
+                    dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
+                else:
+                    dist.broadcast(parameter.data, 1)
+
+    record(Path(folder), losses(), steps=(0, 3))
+
+
+@pytest.mark.parametrize("averaged", [(), ("bias",)])
+def test_weights_of_one_rank_that_others_take_over(
+    two: Cluster, tmp_path: Path, averaged: Sequence[str]
+) -> None:
+    """If the job averages another weight, a mean may equal one rank's by chance."""
+    two.run(sends_weights, str(tmp_path), averaged)
+    run = read_merged(tmp_path)
+    leaders = {} if averaged else {"bias": (1,), "weight": (1,)}
+    assert run.leaders == leaders and run.early == ("bias", "weight")
+    own = dict(read_run(tmp_path))[1].tensors
+    own = dict(read_run(tmp_path))[1].tensors
+    for step, kind in itertools.product(range(3), ("gradient", "update")):
+        whole = run.tensors.get((step, kind, "weight"))
+        mine = None if whole is None else whole.sketch
+        its = own[f"0/{step}/{kind}/0/weight"].sketch
+        assert np.array_equal(np.asarray(mine), np.asarray(its)) is not bool(averaged)
 
 
 def own_scalar(folder: str) -> None:

@@ -28,7 +28,7 @@ from gradparity.conformance.record.files import (
     Stored,
     write_rank,
 )
-from gradparity.conformance.record.kept import IDLE, Box, keep_values
+from gradparity.conformance.record.kept import IDLE, RESULT, Box, keep_values
 from gradparity.conformance.record.merge import Run, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.page import write_page
@@ -481,6 +481,26 @@ def test_a_padded_batch_is_a_lead_where_jobs_differ() -> None:
     )
     assert lead in against(wrong).leads
     assert against(padded).leads == []
+
+
+def test_weights_that_one_side_changes_between_steps_are_a_lead() -> None:
+    """Both change b, and the mesh also c."""
+
+    def leaves(given: Run, *names: str) -> Run:
+        results = {
+            (0, RESULT, name): replace(given.tensors[1, "weight", name], digest=digest)
+            for digest, name in enumerate(names)
+        }
+        return replace(given, tensors={**given.tensors, **results})
+
+    wrong = changed(run(4, steps=3), (1, "gradient", "a"), sketch=np.ones(SIZE))
+    one = replace(ONE, run=leaves(run(), "b"))
+    lead = (
+        "between steps 0 and 1, something other than the optimizer changes 1 tensor of "
+        "mesh (c first), and not in one"
+    )
+    assert lead in against(leaves(wrong, "b", "c"), one).leads
+    assert not any("between" in each for each in against(leaves(wrong, "b"), one).leads)
 
 
 def test_a_training_that_was_not_recorded_is_told() -> None:
