@@ -7,14 +7,23 @@ the median over tensors of distance / noise may not exceed ``WHOLE``.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 from ..status import counted
-from .differences import COARSE, Row, rows_of_sides
+from .beside import (
+    clipped,
+    late,
+    left_out,
+    losses,
+    narrower,
+    padded_batches,
+    precisions,
+    shown_later,
+    wider,
+)
+from .differences import Row, rows_of_sides
 from .equal import (
     equal_inputs,
     listed,
@@ -34,14 +43,11 @@ from .one_sided import changed_between, copies, lacking
 from .regions import Region, region_of
 from .where import where_it_begins
 
-__all__ = ["Comparison", "Row", "Side", "compare", "late", "tell_steps"]
+__all__ = ["Comparison", "Row", "Side", "compare", "tell_steps"]
 
 WHOLE = 3.0
 """Largest median over tensors of distance / noise. Correct variants of a job reached
 1.6; faults that spread over many tensors reached 5 or more."""
-CLIPPED = 1e-4
-"""Largest relative difference of norms that clipping made equal; torch's clipping adds
-1e-6 to a norm."""
 SEARCH = 2
 """Largest number of closure evaluations in one step that does not amplify rounding.
 Sharpness-aware optimizers make two, and a line search some twenty."""
@@ -129,15 +135,15 @@ def compare(one: Side, other: Side) -> Comparison:
     if comparison.code == DIFFERENT:
         _locate(comparison, one, other, names, steps)
     elif comparison.code == SAME and len(steps) == 1:
-        for text in _shown_later(other, steps):
+        for text in shown_later(other, steps):
             comparison.decide(UNDECIDED, f"{text}: record 2 steps")
-    if comparison.code == SAME and (text := _narrower(one, other, names, steps[0])):
+    if comparison.code == SAME and (text := narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
-    comparison.facts += _wider(one, other, names)
+    comparison.facts += wider(one, other, names)
     tell_steps(comparison, one, other, steps)
-    comparison.facts += _clipped(comparison.code, one, other, steps)
-    comparison.facts += _losses(one.run, other.run, steps)
-    comparison.facts += _left_out(one.run, other.run, names, comparison.rows, steps)
+    comparison.facts += clipped(one, other, steps, differs=comparison.code == DIFFERENT)
+    comparison.facts += losses(one.run, other.run, steps)
+    comparison.facts += left_out(one.run, other.run, names, comparison.rows, steps)
     comparison.facts += late(one, other)
     return comparison
 
@@ -152,7 +158,7 @@ def _locate(
     """Find where the sides begin to differ: by dtype, region, rank and block."""
     wrong = _first_wrong(found.rows)
     at = wrong[0].step if wrong else steps[0]
-    found.leads += [*_padded_batches(one, other, at), *_precisions(one, other)]
+    found.leads += [*padded_batches(one, other, at), *precisions(one, other)]
     found.leads += changed_between(one, other, names, at - 1)
     found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
     for row, region in found.regions[:1]:
@@ -187,18 +193,6 @@ def tell_steps(found: Comparison, one: Side, other: Side, steps: Sequence[int]) 
             found.decide(UNDECIDED, text)
         else:
             found.facts.insert(0, text)
-
-
-def late(one: Side, other: Side) -> Iterator[str]:
-    """Yield a line on an optimizer that first stepped after the recorded steps."""
-    for side in (one, other):
-        if side.late:
-            yield (
-                f"not recorded: {side.late} in {side.name}, as it first stepped after "
-                "all recorded steps. To record that training, put its loop into "
-                "`with gradparity.record(model, optimizer):`"
-            )
-            return
 
 
 def _obstacles(
@@ -274,109 +268,6 @@ def _no_names(one: Run, other: Run) -> str:
     same = any(name in its for name in mine)
     way_out = same_start(first)
     return "" if same else f"starts differ: no tensor has equal bits. {way_out}"
-
-
-def _precisions(one: Side, other: Side) -> Iterator[str]:
-    """Yield a note on the dtypes of the models' outputs, if the sides share none."""
-    dtypes = [sorted(side.run.outputs) for side in (one, other)]
-    if all(dtypes) and one.run.outputs.isdisjoint(other.run.outputs):
-        mine, its = map(" and ".join, dtypes)
-        yield (
-            f"precision: the model returns {mine} in {one.name} and {its} in "
-            f"{other.name}. Record both in one precision"
-        )
-
-
-def _narrower(one: Side, other: Side, names: Mapping[str, str], step: int) -> str:
-    """Return why equal numbers show no equal precision; "" if the precision is equal.
-
-    Only the second side has modules that return 16 bits, and the first one has the
-    noise of 32 bits: hooks do not see the modules of a compiled model.
-    """
-    dtypes, mine = other.run.in_16_bits, {*one.run.in_16_bits.values()}
-    narrow = [name for name in names if dtypes.get(names[name], "") not in ("", *mine)]
-    own = {name: name for name in names}
-    alone = replace(one, noisy=())
-    rows = rows_of_sides(one, alone, own, [step], ["gradient"])
-    if not narrow or median([row.noise for row in rows] or [0.0]) > COARSE:
-        return ""
-    dtype = dtypes[names[narrow[0]]]
-    return (
-        f"precision: modules with {len(narrow)} of {len(names)} tensors return {dtype} "
-        f"in {other.name}, and none does in {one.name} ({narrow[0]} first). Up to that "
-        "rounding they are the same. Record both in one precision"
-    )
-
-
-def _wider(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note if only modules of the first side are known to return 16 bits."""
-    dtypes = {one.run.in_16_bits[n] for n in names if n in one.run.in_16_bits}
-    if dtypes and not other.run.in_16_bits:
-        yield (
-            f"precision: modules return {' and '.join(sorted(dtypes))} in {one.name}, "
-            f"and none is known to in {other.name}"
-        )
-
-
-def _clipped(code: int, one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a warning if the whole gradient has one norm at all steps of a side.
-
-    Clipping causes that. On both sides it hides a wrong factor of the loss.
-    """
-    norms = []
-    for side in (one, other):
-        squares = dict.fromkeys(steps, 0.0)
-        for (step, kind, _), whole in side.run.tensors.items():
-            if kind == "gradient" and step in squares:
-                squares[step] += whole.square
-        norms.append([math.sqrt(square) for square in squares.values()])
-
-    def are_alike(norms: Sequence[float]) -> bool:
-        # written so that nan is no norm: gradients that are yet to be summed have none
-        near = CLIPPED * norms[0]
-        return norms[0] > 0 and all(abs(norm - norms[0]) <= near for norm in norms)
-
-    if len(steps) < 2:
-        return
-    mine, its = map(are_alike, norms)
-    if are_alike([*norms[0], *norms[1]]):
-        yield (
-            f"clipped: the norm of the whole gradient is {norms[0][0]:.4g} at each "
-            "step on both sides, which hides a wrong factor of the loss: record once "
-            "without clipping"
-        )
-    elif code == DIFFERENT and (mine or its):
-        clips, free = (one, other) if mine else (other, one)
-        (size, *_), others = norms if mine else norms[::-1]
-        texts = ", ".join(f"{norm:.4g}" for norm in others)
-        yield (
-            f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
-            f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
-            "all shards?"
-        )
-
-
-def _padded_batches(one: Side, other: Side, at: int) -> Iterator[str]:
-    """Yield a lead if ranks of one side alone share rows at a step."""
-    counts = [side.run.repeated.get(at, 0) for side in (one, other)]
-    if bool(counts[0]) != bool(counts[1]):
-        side, count = max(zip((one, other), counts, strict=True), key=lambda x: x[1])
-        rows = counted(len(side.run.rows.get(at, ())), "row")
-        yield (
-            f"rows: several ranks of {side.name} got the same {count} of {rows} at "
-            f"step {at}: a sampler may pad the batch. Drop the rest (drop_last=True)"
-        )
-
-
-def _losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a line with the losses of both sides; they decide nothing.
-
-    A mean over ranks is not the loss of the batch if ranks have unequal tokens.
-    """
-    seen = [step for step in steps if step in one.losses and step in other.losses]
-    if seen:
-        pairs = (f"{one.losses[s]:.6g} and {other.losses[s]:.6g}" for s in seen)
-        yield f"loss, a mean over ranks, at steps {listed(seen)}: {', '.join(pairs)}"
 
 
 def _decide(
@@ -513,121 +404,3 @@ def _spread(rows: Sequence[Row], step: int) -> float:
         if row.step == step and row.kind == "gradient" and row.noise > 0
     ]
     return median(ratios) if ratios else 0.0
-
-
-def _shown_later(side: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence on what only the weights of a second step can show."""
-    if _summed_later(side.run, steps):
-        yield (
-            f"the optimizer of {side.name} sums gradients in its step, and the next "
-            "step shows whether its factor is right"
-        )
-    for name, ranks in itertools.islice(side.run.left.items(), 1):
-        yield (
-            f"rank {listed(ranks)} of {side.name} holds {name} and does not step it, "
-            "and the next step shows whether it gets the new values"
-        )
-
-
-def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
-    """Return parameters whose gradients no rank had summed before the step.
-
-    They are summed in the optimizer, or never.
-    """
-    return [
-        name
-        for (step, kind, name), whole in run.tensors.items()
-        if kind == "gradient" and step == min(steps) and not whole.is_summed
-    ]
-
-
-def _left_out(
-    one: Run,
-    other: Run,
-    names: Mapping[str, str],
-    rows: Sequence[Row],
-    steps: Sequence[int],
-) -> Iterator[str]:
-    """Yield a sentence for each group of tensors not compared, with the reason."""
-    every = one.starts
-    if unproved := [name for name in every if name not in names]:
-        yield (
-            f"not compared: {len(unproved)} of {len(every)} tensors, because no tensor "
-            f"of the other side has their initial values ({unproved[0]} first)"
-        )
-    compared = {(row.step, row.kind, row.name) for row in rows}
-    absent: dict[str, list[tuple[int, str]]] = {}
-    for step in steps:
-        for name in names:
-            gradient = one.tensors.get((step, "gradient", name))
-            if gradient is None or (step, "gradient", name) in compared:
-                continue
-            if (step, name) in one.skipped:
-                why = (
-                    "because a scaler skips the step on both sides, for an inf: record "
-                    "later --steps"
-                )
-            elif not gradient.is_finite:
-                why = "because they are not finite on both sides"
-            else:
-                why = "because elements were not recorded on both sides"
-            absent.setdefault(why, []).append((step, name))
-    for why, keys in absent.items():
-        step, name = keys[0]
-        yield (
-            f"not compared: {counted(len(keys), 'gradient')}, {why} ({name}, step "
-            f"{step}, first)"
-        )
-    written = [
-        (step, name)
-        for step, kind, name in compared
-        if kind == "gradient"
-        and (step, "update", name) not in compared
-        and one.tensors[step, kind, name].is_summed
-        and other.tensors[step, kind, names[name]].is_summed
-    ]
-    if written:
-        step, name = min(written)
-        yield (
-            f"not compared: {counted(len(written), 'update')}, because the optimizer "
-            "writes into the gradient, or the gradient is laid out otherwise than the "
-            f"weight ({name}, step {step}, first)"
-        )
-    blind = [row for row in rows if row.bound >= 1 and not row.differs]
-    if blind:
-        yield (
-            f"not compared: {len(blind)} of {len(rows)}, because noise is as large as "
-            f"the tensor ({blind[0].what}, step {blind[0].step}, first)"
-        )
-    gradients = [key for key in other.replicas if key[1] == "gradient"]
-    if gradients:
-        step, _, name = min(gradients)
-        ranks = listed(other.replicas[step, "gradient", name])
-        yield (
-            f"replicas differ: the gradient of {name} at step {step} has other bits on "
-            f"rank {ranks} than on the first rank that holds it"
-        )
-    if partial := _summed_later(other, steps):
-        yield (
-            f"not summed when the optimizer is called: "
-            f"{counted(len(partial), 'gradient')}, {partial[0]} first. Sums or means "
-            "over ranks were compared, and not the updates"
-        )
-    for leading, of_ranks in itertools.islice(other.leaders.items(), 1):
-        yield (
-            f"compared: the gradient of rank {listed(of_ranks)} alone, of "
-            f"{counted(len(other.leaders), 'tensor')} ({leading} first). Other ranks "
-            "have other gradients, and take that rank's weights over"
-        )
-    if other.early:
-        yield (
-            f"not compared: {counted(len(other.early), 'weight')} after the last step, "
-            f"{other.early[0]} first. They differ between ranks there, and the job "
-            "made them equal after earlier steps"
-        )
-    if other.unnamed:
-        unnamed = counted(other.unnamed, "parameter")
-        yield f"not compared: {unnamed} that no module names"
-    for side in (one, other):
-        if side.notes:
-            yield f"the recorder noted: {side.notes[0]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..status import counted
+from .beside import late
 from .compare import (
     DIFFERENT,
     NOT_COMPARABLE,
@@ -12,7 +13,6 @@ from .compare import (
     UNDECIDED,
     Comparison,
     Side,
-    late,
     tell_steps,
 )
 from .differences import UPDATES

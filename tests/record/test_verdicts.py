@@ -128,6 +128,8 @@ def test_decay_and_momentum_move_elements_without_a_gradient(
     else:
         rows = [row for row in compared.rows if row.kind == IDLE]
         assert len(rows) == 2 * (moves == right)
+        told = any("2 updates of elements without a gr" in t for t in compared.facts)
+        assert told is (not rows), compared.facts
 
 
 def test_a_step_without_noise_has_that_of_the_steps_before() -> None:

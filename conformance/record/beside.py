@@ -1,0 +1,279 @@
+"""Sentences beside the result of a comparison: hints, and what was not compared."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+
+from ..status import counted
+from .differences import COARSE, Row, rows_of_sides
+from .equal import listed
+from .kept import IDLE
+from .merge import Run, Side
+
+__all__ = [
+    "clipped",
+    "late",
+    "left_out",
+    "losses",
+    "narrower",
+    "padded_batches",
+    "precisions",
+    "shown_later",
+    "wider",
+]
+
+CLIPPED = 1e-4
+"""Largest relative difference of norms that clipping made equal; torch's clipping adds
+1e-6 to a norm."""
+
+
+def precisions(one: Side, other: Side) -> Iterator[str]:
+    """Yield a note on the dtypes of the models' outputs, if the sides share none."""
+    dtypes = [sorted(side.run.outputs) for side in (one, other)]
+    if all(dtypes) and one.run.outputs.isdisjoint(other.run.outputs):
+        mine, its = map(" and ".join, dtypes)
+        yield (
+            f"precision: the model returns {mine} in {one.name} and {its} in "
+            f"{other.name}. Record both in one precision"
+        )
+
+
+def padded_batches(one: Side, other: Side, at: int) -> Iterator[str]:
+    """Yield a lead if ranks of one side alone share rows at a step."""
+    counts = [side.run.repeated.get(at, 0) for side in (one, other)]
+    if bool(counts[0]) != bool(counts[1]):
+        side, count = max(zip((one, other), counts, strict=True), key=lambda x: x[1])
+        rows = counted(len(side.run.rows.get(at, ())), "row")
+        yield (
+            f"rows: several ranks of {side.name} got the same {count} of {rows} at "
+            f"step {at}: a sampler may pad the batch. Drop the rest (drop_last=True)"
+        )
+
+
+def narrower(one: Side, other: Side, names: Mapping[str, str], step: int) -> str:
+    """Return why equal numbers show no equal precision; "" if the precision is equal.
+
+    Only the second side has modules that return 16 bits, and the first one has the
+    noise of 32 bits: hooks do not see the modules of a compiled model.
+    """
+    dtypes, mine = other.run.in_16_bits, {*one.run.in_16_bits.values()}
+    narrow = [name for name in names if dtypes.get(names[name], "") not in ("", *mine)]
+    own = {name: name for name in names}
+    alone = replace(one, noisy=())
+    rows = rows_of_sides(one, alone, own, [step], ["gradient"])
+    if not narrow or median([row.noise for row in rows] or [0.0]) > COARSE:
+        return ""
+    dtype = dtypes[names[narrow[0]]]
+    return (
+        f"precision: modules with {len(narrow)} of {len(names)} tensors return {dtype} "
+        f"in {other.name}, and none does in {one.name} ({narrow[0]} first). Up to that "
+        "rounding they are the same. Record both in one precision"
+    )
+
+
+def wider(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note if only modules of the first side are known to return 16 bits."""
+    dtypes = {one.run.in_16_bits[n] for n in names if n in one.run.in_16_bits}
+    if dtypes and not other.run.in_16_bits:
+        yield (
+            f"precision: modules return {' and '.join(sorted(dtypes))} in {one.name}, "
+            f"and none is known to in {other.name}"
+        )
+
+
+def clipped(
+    one: Side, other: Side, steps: Sequence[int], *, differs: bool
+) -> Iterator[str]:
+    """Yield a warning if the whole gradient has one norm at all steps of a side.
+
+    Clipping causes that. On both sides it hides a wrong factor of the loss.
+    """
+    norms = []
+    for side in (one, other):
+        squares = dict.fromkeys(steps, 0.0)
+        for (step, kind, _), whole in side.run.tensors.items():
+            if kind == "gradient" and step in squares:
+                squares[step] += whole.square
+        norms.append([math.sqrt(square) for square in squares.values()])
+
+    def are_alike(norms: Sequence[float]) -> bool:
+        # written so that nan is no norm: gradients that are yet to be summed have none
+        near = CLIPPED * norms[0]
+        return norms[0] > 0 and all(abs(norm - norms[0]) <= near for norm in norms)
+
+    if len(steps) < 2:
+        return
+    mine, its = map(are_alike, norms)
+    if are_alike([*norms[0], *norms[1]]):
+        yield (
+            f"clipped: the norm of the whole gradient is {norms[0][0]:.4g} at each "
+            "step on both sides, which hides a wrong factor of the loss: record once "
+            "without clipping"
+        )
+    elif differs and (mine or its):
+        clips, free = (one, other) if mine else (other, one)
+        (size, *_), others = norms if mine else norms[::-1]
+        texts = ", ".join(f"{norm:.4g}" for norm in others)
+        yield (
+            f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
+            f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
+            "all shards?"
+        )
+
+
+def losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
+    """Yield a line with the losses of both sides; they decide nothing.
+
+    A mean over ranks is not the loss of the batch if ranks have unequal tokens.
+    """
+    seen = [step for step in steps if step in one.losses and step in other.losses]
+    if seen:
+        pairs = (f"{one.losses[s]:.6g} and {other.losses[s]:.6g}" for s in seen)
+        yield f"loss, a mean over ranks, at steps {listed(seen)}: {', '.join(pairs)}"
+
+
+def shown_later(side: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield a sentence on what only the weights of a second step can show."""
+    if _summed_later(side.run, steps):
+        yield (
+            f"the optimizer of {side.name} sums gradients in its step, and the next "
+            "step shows whether its factor is right"
+        )
+    for name, ranks in itertools.islice(side.run.left.items(), 1):
+        yield (
+            f"rank {listed(ranks)} of {side.name} holds {name} and does not step it, "
+            "and the next step shows whether it gets the new values"
+        )
+
+
+def late(one: Side, other: Side) -> Iterator[str]:
+    """Yield a line on an optimizer that first stepped after the recorded steps."""
+    for side in (one, other):
+        if side.late:
+            yield (
+                f"not recorded: {side.late} in {side.name}, as it first stepped after "
+                "all recorded steps. To record that training, put its loop into "
+                "`with gradparity.record(model, optimizer):`"
+            )
+            return
+
+
+def left_out(
+    one: Run,
+    other: Run,
+    names: Mapping[str, str],
+    rows: Sequence[Row],
+    steps: Sequence[int],
+) -> Iterator[str]:
+    """Yield a sentence for each group of tensors not compared, with the reason."""
+    every = one.starts
+    if unproved := [name for name in every if name not in names]:
+        yield (
+            f"not compared: {len(unproved)} of {len(every)} tensors, because no tensor "
+            f"of the other side has their initial values ({unproved[0]} first)"
+        )
+    compared = {(row.step, row.kind, row.name) for row in rows}
+    absent: dict[str, list[tuple[int, str]]] = {}
+    for step in steps:
+        for name in names:
+            gradient = one.tensors.get((step, "gradient", name))
+            if gradient is None or (step, "gradient", name) in compared:
+                continue
+            if (step, name) in one.skipped:
+                why = (
+                    "because a scaler skips the step on both sides, for an inf: record "
+                    "later --steps"
+                )
+            elif not gradient.is_finite:
+                why = "because they are not finite on both sides"
+            else:
+                why = "because elements were not recorded on both sides"
+            absent.setdefault(why, []).append((step, name))
+    for why, keys in absent.items():
+        step, name = keys[0]
+        yield (
+            f"not compared: {counted(len(keys), 'gradient')}, {why} ({name}, step "
+            f"{step}, first)"
+        )
+    written = [
+        (step, name)
+        for step, kind, name in compared
+        if kind == "gradient"
+        and (step, "update", name) not in compared
+        and one.tensors[step, kind, name].is_summed
+        and other.tensors[step, kind, names[name]].is_summed
+    ]
+    if written:
+        step, name = min(written)
+        yield (
+            f"not compared: {counted(len(written), 'update')}, because the optimizer "
+            "writes into the gradient, or the gradient is laid out otherwise than the "
+            f"weight ({name}, step {step}, first)"
+        )
+    idle = [
+        (step, name)
+        for step, kind, name in compared
+        if kind == "gradient" and (step, IDLE, name) not in compared
+        if (whole := one.tensors.get((step, IDLE, name))) is not None and whole.digest
+    ]
+    if idle:
+        step, name = min(idle)
+        yield (
+            f"not compared: {counted(len(idle), 'update')} of elements without a "
+            "gradient, because in another run other elements have none "
+            f"({name}, step {step}, first)"
+        )
+    blind = [row for row in rows if row.bound >= 1 and not row.differs]
+    if blind:
+        yield (
+            f"not compared: {len(blind)} of {len(rows)}, because noise is as large as "
+            f"the tensor ({blind[0].what}, step {blind[0].step}, first)"
+        )
+    gradients = [key for key in other.replicas if key[1] == "gradient"]
+    if gradients:
+        step, _, name = min(gradients)
+        ranks = listed(other.replicas[step, "gradient", name])
+        yield (
+            f"replicas differ: the gradient of {name} at step {step} has other bits on "
+            f"rank {ranks} than on the first rank that holds it"
+        )
+    if partial := _summed_later(other, steps):
+        yield (
+            f"not summed when the optimizer is called: "
+            f"{counted(len(partial), 'gradient')}, {partial[0]} first. Sums or means "
+            "over ranks were compared, and not the updates"
+        )
+    for leading, of_ranks in itertools.islice(other.leaders.items(), 1):
+        yield (
+            f"compared: the gradient of rank {listed(of_ranks)} alone, of "
+            f"{counted(len(other.leaders), 'tensor')} ({leading} first). Other ranks "
+            "have other gradients, and take that rank's weights over"
+        )
+    if other.early:
+        yield (
+            f"not compared: {counted(len(other.early), 'weight')} after the last step, "
+            f"{other.early[0]} first. They differ between ranks there, and the job "
+            "made them equal after earlier steps"
+        )
+    if other.unnamed:
+        unnamed = counted(other.unnamed, "parameter")
+        yield f"not compared: {unnamed} that no module names"
+    for side in (one, other):
+        if side.notes:
+            yield f"the recorder noted: {side.notes[0]}"
+
+
+def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
+    """Return parameters whose gradients no rank had summed before the step.
+
+    They are summed in the optimizer, or never.
+    """
+    return [
+        name
+        for (step, kind, name), whole in run.tensors.items()
+        if kind == "gradient" and step == min(steps) and not whole.is_summed
+    ]
