@@ -231,7 +231,8 @@ def _why_no_factor(evidence: Evidence) -> str:
         return f"{_DEPART} (parity.gradient)"
     return (
         "rounding is as large as the gradient, so it has no direction: use more rows "
-        "in this precision, or fp32 alone (--precision fp32)"
+        "in this precision, begin no layer with zeros, or use fp32 alone (--precision "
+        "fp32)"
     )
 
 
