@@ -31,7 +31,7 @@ from .orders import (
 
 # compare imports its modules where it uses them: recording needs none
 if TYPE_CHECKING:
-    from .compare import Side
+    from .compare import Comparison, Side
 
 __all__ = ["compare", "record"]
 
@@ -279,8 +279,27 @@ def compare(
 
     one, other = (_side(path, say, exact=exact) for path in (a, b))
     comparison = (compare_exactly if exact else compare)(one, other)
-    for line in comparison.lines:
-        say(plain(line))
+    try:
+        for line in comparison.lines:
+            say(plain(line))
+    finally:  # the reader of our output may have exited, as in ``| head``
+        page = _write_files(one, other, comparison, json=json, html=html)
+    if page is not None:
+        say(f"page: {page}")
+    return comparison.code
+
+
+def _write_files(
+    one: Side,
+    other: Side,
+    comparison: Comparison,
+    *,
+    json: Path | None,
+    html: Path | None,
+) -> Path | None:
+    """Write the JSON file and the page if they are wanted; return the page's path."""
+    from .page import write_page
+
     if json is not None:
         rows, blocks = (
             [{**vars(row), "ratio": row.ratio, "differs": row.differs} for row in rows]
@@ -293,11 +312,7 @@ def compare(
             for row, region in comparison.regions
         ]
         write_whole(json, msgspec.json.format(msgspec.json.encode(content)))
-    if html is not None:
-        from .page import write_page
-
-        say(f"page: {write_page(html, one, other, comparison)}")
-    return comparison.code
+    return None if html is None else write_page(html, one, other, comparison)
 
 
 def _side(path: Path, say: Say, *, exact: bool) -> Side:

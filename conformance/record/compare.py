@@ -23,7 +23,7 @@ from .beside import (
     shown_later,
     wider,
 )
-from .differences import Row, rows_of_sides
+from .differences import KINDS, Row, rows_of_sides, running_statistics
 from .equal import (
     equal_inputs,
     listed,
@@ -38,6 +38,7 @@ from .equal import (
     unmoved,
     unplaced,
 )
+from .kept import BUFFER
 from .merge import Run, Side
 from .one_sided import changed_between, copies, lacking
 from .regions import Region, region_of
@@ -160,9 +161,17 @@ def _locate(
     at = wrong[0].step if wrong else steps[0]
     found.leads += [*padded_batches(one, other, at), *precisions(one, other)]
     found.leads += changed_between(one, other, names, at - 1)
-    found.regions = [(r, _region(one, other, names, r)) for r in wrong[:REGIONS]]
+    every = {**names, **running_statistics(one.run, other.run, names)}
+    found.regions = [(r, _region(one, other, every, r)) for r in wrong[:REGIONS]]
     for row, region in found.regions[:1]:
         found.leads += [f"where in {row.name}: {region}"] if str(region) else []
+    if wrong and wrong[0].kind == BUFFER:
+        found.leads.append(
+            "no gradient and no update differs at that step: running statistics are "
+            "computed otherwise, or one side makes a forward more (a checkpoint may "
+            "repeat it)"
+        )
+        return
     factor = _one_factor(one.run, found.rows, at)
     is_update = bool(wrong) and all(row.kind != "gradient" for row in wrong)
     found.blocks, where = where_it_begins(
@@ -343,7 +352,7 @@ def _first_wrong(rows: Sequence[Row]) -> list[Row]:
     wrong = [row for row in rows if row.differs]
     first = min((row.step for row in wrong), default=0)
     at_first = [row for row in wrong if row.step == first]
-    return sorted(at_first, key=lambda row: (row.kind != "gradient", -row.ratio))
+    return sorted(at_first, key=lambda row: (KINDS.index(row.kind), -row.ratio))
 
 
 def _searched(found: Comparison, one: Side, other: Side) -> str:

@@ -22,6 +22,12 @@ compared as it is. Rounding may decide that a sum is zero, and Adam's step has t
 size for any small gradient before. So the gradient must be zero at the same elements in
 all runs, and in all recorded steps before.
 
+[Note: Running statistics]
+A step of training does not use the running statistics of a batch norm, so no gradient
+shows whether they are right. They are compared if all ranks of a side have the same.
+Noise may miss them, as those of the inputs. So their noise is at least the relative
+noise of the median gradient.
+
 [Note: Bounds of updates]
 The bound of an update also allows one unit in the last place of each weight: two nudged
 runs may miss a few elements that round the other way. In 16 bits, one in ``FLIPS``
@@ -39,10 +45,17 @@ from statistics import median
 import numpy as np
 
 from ..status import counted
-from .kept import IDLE
+from .kept import BUFFER, IDLE, RUNNING
 from .merge import Run, Side, Whole
 
-__all__ = ["COARSE", "KINDS", "UPDATES", "Row", "rows_of_sides"]
+__all__ = [
+    "COARSE",
+    "KINDS",
+    "UPDATES",
+    "Row",
+    "rows_of_sides",
+    "running_statistics",
+]
 
 FACTOR = 8.0
 """Factor from noise to bound; correct variants reached 0.17 of the bound at most."""
@@ -65,7 +78,7 @@ FLIPS = 32
 """One in this many recorded numbers of an update may differ by any amount, if a job
 computes in 16 bits."""
 UPDATES = ("update", IDLE)
-KINDS = ("gradient", *UPDATES)
+KINDS = ("gradient", *UPDATES, BUFFER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +104,8 @@ class Row:
         """Kind and name of the tensor, in words."""
         if self.kind == IDLE:
             return f"update of elements of {self.name} without a gradient"
+        if self.kind == BUFFER:
+            return self.name
         return f"{self.kind} of {self.name}"
 
     @property
@@ -125,6 +140,7 @@ def rows_of_sides(
     """
     worst: dict[tuple[str, str], float] = {}
     idle = {*names}
+    names = {**names, **running_statistics(one.run, other.run, names)}
     units = [
         {name: ROUNDING[dtype] for name, dtype in run.in_16_bits.items()}
         for run in (one.run, other.run)
@@ -155,6 +171,8 @@ def rows_of_sides(
                 worst[kind, name] = max(worst.get((kind, name), 0.0), noise)
             shares = [noises[n] / size for n, size in sizes.items() if size]
             least[kind] = max(median(shares or [0.0]), least[kind])
+            if kind == BUFFER:  # see [Note: Running statistics]
+                least[kind] = max(least[kind], least.get("gradient", 0.0))
             for name, (mine, theirs) in pairs.items():
                 size = sizes[name]
                 both = mine.is_finite and theirs.is_finite
@@ -175,6 +193,33 @@ def rows_of_sides(
                     noise=noise / (size or 1.0),
                     words=_words(one, mine, theirs, name, step, kind),
                 )
+
+
+def running_statistics(
+    one: Run, other: Run, names: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the names of running statistics of both sides, equal on all their ranks.
+
+    The weight of a batch norm pairs it with that of the other side. One without a
+    weight is paired by its name, if all weights keep theirs.
+    """
+    mine, its = (
+        {n for _, kind, n in run.tensors if kind == BUFFER and n.endswith(RUNNING)}
+        - {n for _, kind, n in run.replicas if kind == BUFFER}
+        for run in (one, other)
+    )
+    are_same = all(name == partner for name, partner in names.items())
+    pairs = dict[str, str]()
+    for name in sorted(mine):
+        leaf = name.rpartition(".")[2]
+        path = name.removesuffix(leaf)
+        if f"{path}weight" in names:
+            partner = names[f"{path}weight"].removesuffix("weight") + leaf
+        else:
+            partner = name if are_same else ""
+        if partner in its:
+            pairs[name] = partner
+    return pairs
 
 
 def _idle_alike(

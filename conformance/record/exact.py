@@ -17,7 +17,7 @@ from .compare import (
 )
 from .differences import UPDATES
 from .equal import listed, no_step, other_inputs, step_on_ranks
-from .kept import RESULT
+from .kept import BUFFER, RESULT
 from .merge import Key, Run
 from .modules import GRADIENT, OUTPUT
 
@@ -74,8 +74,6 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     return comparison
 
 
-BUFFER = "buffer"
-"""Kind of the buffers of a model; they have no optimizer."""
 _NOT_EXACT = (*UPDATES, RESULT)
 """Kinds that are not compared: an update has no digest, and the result of a step is the
 weight of the next one."""

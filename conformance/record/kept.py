@@ -28,9 +28,11 @@ from torch import Tensor
 __all__ = [
     "BITS",
     "BUCKETS",
+    "BUFFER",
     "GRID",
     "IDLE",
     "RESULT",
+    "RUNNING",
     "SLOTS",
     "Batch",
     "Box",
@@ -59,6 +61,11 @@ CHUNK = 1 << 22
 KEYS_BYTES = 1 << 29
 """Size of the cache of keys; one step uses the same keys five times."""
 _32 = 0xFFFFFFFF
+BUFFER = "buffer"
+"""Kind of the buffers of a model; they have no optimizer."""
+RUNNING = ("running_mean", "running_var")
+"""Ends of the names of running statistics, as torch's batch norms keep them. They are
+compared, as their meaning is known; other buffers only to the bit."""
 IDLE = "idle update"
 """Kind of an update of those elements whose gradient is zero."""
 RESULT = "weight after the step"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .. import templates
 from .compare import Comparison, Row, Side
-from .kept import IDLE
+from .kept import BUFFER, IDLE
 from .modules import GRADIENT, OUTPUT
 
 __all__ = ["write_page"]
@@ -23,6 +23,7 @@ HEADINGS = {
     "gradient": "Gradients",
     "update": "Updates, weighted by the size of the gradient",
     IDLE: "Updates of elements without a gradient",
+    BUFFER: "Running statistics",
     OUTPUT: "Outputs of blocks, at the first step that differs",
     GRADIENT: "Gradients of these outputs, up to one factor, as backward makes them",
 }

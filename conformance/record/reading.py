@@ -1,7 +1,8 @@
 """Numbers that the recorder reads of one optimizer step.
 
 [Note: Read points of a step]
-When a step begins: the bits of weights, optimizer states and buffers. Once its
+When a step begins: the bits of weights, optimizer states and buffers, and sketches of
+running statistics. Once its
 gradients are computed: the gradients, and each weight times the absolute value of its
 gradient. After the step: that product again, with the same gradient. The difference of
 the two products is the update weighted by the gradient. Plain updates of Adam have a
@@ -29,7 +30,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from .files import Call, Settings, Stored, copied
-from .kept import IDLE, RESULT, Box, Sums, Wanted
+from .kept import BUFFER, IDLE, RESULT, RUNNING, Box, Sums, Wanted
 from .parts import Part, Roots, parts_of, place
 from .torch_internals import version_of
 
@@ -79,7 +80,8 @@ class State:
                         local, box, only_bits=True
                     )
         for name, local, box in roots.buffers() if buffers else ():
-            wanted["buffer", f"0/{name}"] = Wanted(local, box, only_bits=True)
+            is_running = name.endswith(RUNNING) and local.is_floating_point()
+            wanted[BUFFER, f"0/{name}"] = Wanted(local, box, only_bits=not is_running)
         return cls(parts, Sums(wanted))
 
     def stored(self, number: int, step: int) -> Iterator[tuple[str, Stored]]:

@@ -227,6 +227,72 @@ def test_buffers_are_compared_to_the_bit(tmp_path: Path) -> None:
     assert same.code == 0
 
 
+class Doubles(nn.BatchNorm1d):
+    """Batch norm that computes in fp64: it rounds otherwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        double = nn.BatchNorm1d(3, momentum=self.momentum, affine=False).double()
+        double.load_state_dict(dict(self.named_buffers()))
+        y: Tensor = double(x.double())
+        with torch.no_grad():
+            for mine, its in zip(self.buffers(), double.buffers(), strict=True):
+                mine.copy_(its)
+        return y.to(x.dtype) * self.weight + self.bias
+
+
+def with_statistics(folder: Path, how: str, nudge: int) -> Run:
+    torch.manual_seed(0)
+    kind = Doubles if how == "in fp64" else nn.BatchNorm1d
+    norm = kind(3, momentum=0.2 if how == "momentum" else 0.1)
+    model = nn.Sequential(nn.Linear(3, 3), norm, nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    twice = how in ("repeats", "unlike")
+
+    def losses() -> Losses:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model(rows(step)).sum()
+            if twice and step == 1:
+                with torch.no_grad():
+                    model(rows(step))
+            yield loss
+            optimizer.step()
+
+    return recorded(folder, losses(), steps=(0, 2), nudge=nudge)
+
+
+@pytest.mark.parametrize(
+    ("how", "headline"),
+    [
+        ("plain", "same: "),
+        ("in fp64", "same: "),
+        ("momentum", "step 0: the 1.running_mean is 2.000 x that of one"),
+        ("repeats", "step 1: the 1.running_"),
+        ("unlike", "same: "),
+    ],
+)
+def test_running_statistics_are_compared(
+    tmp_path: Path, how: str, headline: str
+) -> None:
+    """Ranks that hold other ones, as without SyncBatchNorm, say nothing of them."""
+    one, *noisy = (
+        with_statistics(tmp_path / f"{n}", "plain", max(0, n - 1)) for n in range(4)
+    )
+    other = with_statistics(tmp_path / "other", how, 0)
+    if how == "unlike":
+        names = other.names("buffer", 1)
+        other = replace(other, replicas={(1, "buffer", n): (1,) for n in names})
+    given = Side(name="one", run=one, noisy=noisy)
+    found = compare(given, Side(name="mesh", run=other))
+    assert found.headline.startswith(headline), found.lines
+    statistics = [row for row in found.rows if row.kind == "buffer"]
+    assert len(statistics) == (0 if how == "unlike" else 4)
+    if how == "in fp64":
+        assert 0 < max(row.ratio for row in statistics) < 0.5
+    told = any("running statistics are computed" in each for each in found.leads)
+    assert told is ("same" not in headline)
+
+
 def odd_buffers() -> Iterator[Tensor]:
     yield torch.eye(3).to_sparse()
     yield torch.eye(3).to_sparse_csr()
