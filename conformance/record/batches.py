@@ -28,15 +28,29 @@ Inputs = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
 def inputs_of(ranks: Mapping[int, Recording]) -> Inputs:
     """Return the rows of tokens, or floating-point rows if no rank has tokens.
 
-    Later stages of a pipeline always get floating-point rows: the activations.
+    Later stages of a pipeline get activations: floating-point rows with gradients. They
+    count only if no rank has others.
     """
-    has_tokens = any(recording.rows for recording in ranks.values())
     by_step: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
-    for rank, recording in ranks.items():
-        rows = recording.rows if has_tokens else recording.rows_of_floats
-        for step, rows_of_inputs in rows.items():
-            by_step.setdefault(step, {})[rank] = rows_of_inputs
+    for step in sorted({step for each in ranks.values() for step in _steps(each)}):
+        by_step[step] = {
+            rank: each.rows.get(step) or each.rows_of_floats[step]
+            for rank, each in _with_data(ranks, step).items()
+        }
     return by_step
+
+
+def _steps(recording: Recording) -> set[int]:
+    """Return the steps in which a rank's model got rows."""
+    return {*recording.rows, *recording.rows_of_floats}
+
+
+def _with_data(ranks: Mapping[int, Recording], step: int) -> dict[int, Recording]:
+    """Return the ranks whose model got data at a step, and not activations."""
+    rows = {rank: each for rank, each in ranks.items() if step in _steps(each)}
+    tokens = {rank: each for rank, each in rows.items() if step in each.rows}
+    data = {rank: each for rank, each in rows.items() if step not in each.received}
+    return tokens or data or rows
 
 
 def by_row(
@@ -59,16 +73,10 @@ def by_row(
 def rows_of_blocks(
     ranks: Mapping[int, Recording], step: int
 ) -> dict[int, frozenset[int]]:
-    """Return each rank's digests of rows; float rows only if no rank has tokens."""
-    rows_by_rank = {
-        rank: every_row(each.rows_of_blocks.get(step, ()))
-        for rank, each in ranks.items()
-    }
-    tokens = {rank for rank, each in ranks.items() if each.rows.get(step)}
+    """Return the digests of rows of each rank whose model got data."""
     return {
-        rank: rows
-        for rank, rows in rows_by_rank.items()
-        if rank in tokens or not tokens
+        rank: every_row(each.rows_of_blocks.get(step, ()))
+        for rank, each in _with_data(ranks, step).items()
     }
 
 

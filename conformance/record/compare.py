@@ -168,8 +168,8 @@ def _locate(
     if wrong and wrong[0].kind == BUFFER:
         found.leads.append(
             "no gradient and no update differs at that step: running statistics are "
-            "computed otherwise, or one side makes a forward more (a checkpoint may "
-            "repeat it)"
+            "computed otherwise, or one side makes a forward more, as checkpoints do, "
+            "and pipelines that infer shapes"
         )
         return
     factor = _one_factor(one.run, found.rows, at)

@@ -288,8 +288,9 @@ def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) 
     if not mine.norm:
         return f"is zero in {one.name}"
     assert mine.sketch is not None and its.sketch is not None
-    factor = float(mine.sketch @ its.sketch) / mine.norm**2
-    rest = float(np.linalg.norm(its.sketch - factor * mine.sketch)) / mine.norm
+    first, second = mine.sketch.astype(np.float64), its.sketch.astype(np.float64)
+    factor = float(first @ second) / mine.norm**2
+    rest = float(np.linalg.norm(second - factor * first)) / mine.norm
     # a factor is named to three digits: it must explain nine tenths of a difference
     off = abs(factor - 1)
     if off >= 0.001 and rest <= min(0.01 * abs(factor), 0.1 * off):

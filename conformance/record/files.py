@@ -157,6 +157,9 @@ class Recording(msgspec.Struct):
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps whose forward drew random numbers."""
+    received: set[int] = set()
+    """Steps in which the model got inputs with gradients, as a later stage of a
+    pipeline does."""
     drops: list[str] = []
     """Dropout modules with a probability above 0."""
     outputs: set[str] = set()
@@ -175,6 +178,7 @@ class Recording(msgspec.Struct):
         rows = self.rows, self.rows_of_floats, self.unpadded, self.sums_of_rows
         for by_step in (*rows, self.bags, self.losses):
             by_step.clear()
+        self.received.clear()
 
 
 class _Header(msgspec.Struct):
@@ -192,6 +196,7 @@ class _Header(msgspec.Struct):
     bags: dict[int, list[list[int]]]
     losses: dict[int, list[float | None]]
     drew: list[int]
+    received: list[int]
     drops: list[str]
     outputs: list[str]
     in_16_bits: dict[str, list[str]]
@@ -239,6 +244,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         bags=recording.bags,
         losses={step: [*losses] for step, losses in recording.losses.items()},
         drew=sorted(recording.drew),
+        received=sorted(recording.received),
         drops=recording.drops,
         outputs=sorted(recording.outputs),
         in_16_bits=recording.in_16_bits,
@@ -347,6 +353,7 @@ def _read(path: Path) -> Recording:
             for step, losses in header.losses.items()
         },
         drew=set(header.drew),
+        received=set(header.received),
         drops=header.drops,
         outputs=set(header.outputs),
         in_16_bits=dict(header.in_16_bits),

@@ -52,6 +52,8 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
         integer.
     """
     tokens, floats = rows_of(inputs), rows_of(inputs, floats=True)
+    if any(t.requires_grad for each in inputs for t in tensors_in(each)):
+        out.received.add(step)
     if bags := bags_of(inputs):
         out.bags.setdefault(step, []).append(bags)
     for rows_by_step, rows in (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradparity.conformance.record.batches import inputs_of, rows_of_blocks
 from gradparity.conformance.record.compare import (
     DIFFERENT,
     NOT_COMPARABLE,
@@ -26,12 +27,14 @@ from gradparity.conformance.record.files import (
     Recording,
     Settings,
     Stored,
+    read_run,
     write_rank,
 )
 from gradparity.conformance.record.kept import IDLE, RESULT, Box, keep_values
 from gradparity.conformance.record.merge import Run, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.page import write_page
+from gradparity.conformance.record.rows import keep_rows
 from gradparity.tests.record.runs import (
     NAMES,
     ONE,
@@ -472,6 +475,23 @@ def test_rows_that_a_sampler_repeats_are_counted(
     assert merged.repeated == {0: count}
     tables = {tuple(inputs[0]) for inputs in ranks}
     assert merged.bags[0][0] == sum(map(sum, tables))
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_activations_of_a_later_stage_are_no_rows(
+    received: bool, tmp_path: Path
+) -> None:
+    """A job may compute gradients of its inputs: then all ranks have such inputs."""
+    for rank in range(2):
+        recording = Recording(world_size=2)
+        x = torch.full((3, 2), float(rank), requires_grad=received or rank == 1)
+        keep_rows(recording, 0, [x])
+        recording.bags, recording.rows_of_blocks = {}, {0: [torch.tensor([rank])]}
+        write_rank(tmp_path, rank, recording)
+    ranks = dict(read_run(tmp_path))
+    expected = {0, 1} if received else {0}
+    assert inputs_of(ranks)[0].keys() == rows_of_blocks(ranks, 0).keys() == expected
+    assert len(read_merged(tmp_path).rows[0]) == len(expected)
 
 
 def test_a_padded_batch_is_a_lead_where_jobs_differ() -> None:
