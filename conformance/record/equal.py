@@ -184,7 +184,7 @@ def replicas_at_start(side: Side) -> Iterator[str]:
 
 def _unlike(side: Side, ranks: Sequence[int]) -> str:
     which = f"rank {listed(ranks)} of {side.name}"
-    return f"{which} has other bits than the first rank with it"
+    return f"other bits on {which} than on the first rank with it"
 
 
 def other_on_ranks(side: Side) -> Iterator[str]:

@@ -263,7 +263,8 @@ class Weights:
             self._still.add(weight.name)
             turns = len(self.turns)
             here = "" if weight.same else f", what rank {rank_here()} holds of it,"
-            warn(step, f"{weight.name}{here} did not move in {turns} steps")
+            steps = counted(turns, "step")
+            warn(step, f"{weight.name}{here} did not move in {steps}")
         self._last[weight.name] = digest
 
     def _learn(self, step: int) -> None:
@@ -372,11 +373,11 @@ class Clipped:
             squares += math.nan if square is None else square
         if hidden and not self._warned:
             self._warned = True
-            subject = counted(hidden, "gradient")
             warn(
                 step,
-                f"clipped= checks nothing: {subject} of rank {rank_here()} is to be "
-                "summed yet, or is laid out otherwise than the weight",
+                f"clipped= checks nothing: rank {rank_here()} has "
+                f"{counted(hidden, 'gradient')} not summed yet, or laid out otherwise "
+                "than the weight",
             )
         works = []
         if self._group is not None:
@@ -398,7 +399,7 @@ class Clipped:
                     f"after clipping, the gradients of all shards have the norm "
                     f"{after:.4g} and should have {due:.4g}: clipped= gave on rank "
                     f"{rank_here()} a norm of {whole:.4g} and a limit of {limit:.4g}. "
-                    "Is that the norm of all shards, each replica counted once?"
+                    "Is that the 2-norm of all shards, each replica counted once?"
                 )
 
         return (), read
@@ -414,6 +415,8 @@ def _square_of(parameter: nn.Parameter) -> Tensor | None:
     part, box = place(parameter.grad)
     if box != place(parameter)[1]:
         return None
+    if part.is_sparse:
+        part = part.coalesce().values()
     norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.float32)
     return norm.square()
 
@@ -548,14 +551,19 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
 
 
 def _text_of(value: Any) -> str:
-    """Return a number of a param group, or several, as text; "" for other values."""
+    """Return a number of a param group, or several, as text; "" for other values.
+
+    Of flags only those that are set are shown.
+    """
     if isinstance(value, tuple | list):
         texts = [*map(_text_of, value)]
         return f"({', '.join(texts)})" if texts and all(texts) else ""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = float(value)
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return f"{value:g}" if is_number else ""
+    if isinstance(value, bool):
+        return "True" if value else ""
+    # 9 digits distinguish all numbers of fp32
+    return f"{value:.9g}" if isinstance(value, Real) else ""
 
 
 def _given(name: str, number: Callable[[], float | Tensor]) -> int | Tensor:

@@ -14,6 +14,7 @@ message and disturbs no other rank. Its weights then differ, which is reported.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 import time
@@ -116,6 +117,7 @@ class Watch:
             self._stop()
             self.act = _LOG.error
             self._read(len(self._sent), 0.0)
+            self._abandon()
 
     def close(self) -> None:
         """Read the last messages and stop watching; all ranks must call it."""
@@ -169,9 +171,20 @@ class Watch:
             else:
                 time.sleep(0.001)
 
+    def _abandon(self) -> None:
+        """Drop messages that never arrived, and let the process exit without them.
+
+        A process group of gloo waits for its messages when it is destroyed. So it is
+        never destroyed: it gets a reference that nothing drops.
+        """
+        if self._sent:
+            for pending in (self.group, *(message.landing for message in self._sent)):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+        self._sent.clear()
+
     def _end(self, step: int, why: str) -> None:
         """Stop watching, and report that a message of another rank is missing."""
-        self._sent.clear()
+        self._abandon()
         self._stop()
         self.act(
             "gradparity.watch: ranks have taken other numbers of steps: rank "

@@ -403,7 +403,7 @@ def test_ranks_that_begin_otherwise_are_named() -> None:
     assert found.code == NOT_COMPARABLE
     assert found.lines[0].startswith("starts differ: 1 of 3 tensors")
     assert found.lines[1] == (
-        "replicas of b differ at the start: rank 1, 2, 3 of mesh has other bits than "
+        "replicas of b differ at the start: other bits on rank 1, 2, 3 of mesh than on "
         "the first rank with it"
     )
 
@@ -583,12 +583,12 @@ def all_other() -> Run:
         (
             replace(run(4), replicas={(1, "weight", "c"): (2, 3)}),
             DIFFERENT,
-            "step 1: replicas of c differ: rank 2, 3 of mesh has other bits",
+            "step 1: replicas of c differ: other bits on rank 2, 3 of mesh than on",
         ),
         (
             replace(run(4), replicas={(0, "weight", "c"): (2,)}),
             DIFFERENT,
-            "than the first rank with it. If these are different tensors, declare "
+            "than on the first rank with it. If these are different tensors, declare "
             "them: gradparity.record(model, optimizer, places=...)",
         ),
         (
@@ -1050,7 +1050,7 @@ def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> No
     for name, apart in zip("abc", (0.1, 1.25, 0.1), strict=True):
         other = changed(other, (0, "gradient", name), apart=apart)
     first = against(other).lines[0]
-    assert first.startswith("step 1: replicas of b differ: rank 1 of mesh has other")
+    assert first.startswith("step 1: replicas of b differ: other bits on rank 1 of ")
     assert first.endswith("Its gradient differs from step 0 on, by 1.2 of its size")
     # the first step counts before the distance
     other = replace(other, replicas={(0, "weight", "c"): (1,), **other.replicas})

@@ -3,10 +3,13 @@
 import copy
 import logging
 import pickle
+import subprocess
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -563,7 +566,76 @@ def test_a_norm_of_partial_gradients_is_not_checked_without_a_word(
     """Norms in sequence parallelism have such gradients."""
     first, second = two.run(clips_partial_gradients)
     (told,) = first or second
-    assert "step 0: clipped= checks nothing: 1 gradient of rank 0 is to be" in told
+    assert "step 0: clipped= checks nothing: rank 0 has 1 gradient not summed" in told
+
+
+def clips_sparse_gradients(right: bool) -> list[str]:
+    """Step by the sparse gradient of an embedding, in which a row comes twice."""
+    torch.manual_seed(0)
+    words = nn.Embedding(8, 2, sparse=True)
+    optimizer = torch.optim.SGD(words.parameters(), lr=0.1)
+    said = list[str]()
+    words(torch.tensor([1, 1, 3])).square().sum().backward()
+    assert words.weight.grad is not None
+    norm = words.weight.grad.to_dense().norm() * (1 if right else 2)
+    with gradparity.watch(
+        words, optimizer, period=1, act=said.append, clipped=lambda: (norm, 1e3)
+    ):
+        optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_norm_of_sparse_gradients_is_checked(two: Cluster, right: bool) -> None:
+    for said in two.run(clips_sparse_gradients, right):
+        assert ["after clipping, the gradients" in each for each in said] == (
+            [] if right else [True]
+        )
+
+
+def other_flags() -> list[str]:
+    model, rank = model_of(), current_world().rank
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=rank == 1)
+    said = list[str]()
+    with gradparity.watch(model, optimizer, period=1, act=said.append):
+        model(torch.arange(6).view(1, 6)).sum().backward()
+        optimizer.step()
+    return said
+
+
+def test_a_flag_that_differs_is_shown(two: Cluster) -> None:
+    first, second = (said[0] for said in two.run(other_flags))
+    assert "amsgrad" not in first and "amsgrad True" in second
+
+
+LEAVES = """
+import torch, torch.distributed as dist, gradparity
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+with torch.no_grad():
+    model.weight.fill_(0.5), model.bias.fill_(0.5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+watch = gradparity.watch(model, optimizer)
+watch.patience = 0.5
+if dist.get_rank():
+    dist.broadcast(torch.ones(1), 0)  # waits for rank 0
+for step in range(40):
+    optimizer.step()
+"""
+
+
+def test_a_process_ends_although_a_message_never_comes(tmp_path: Path) -> None:
+    """Gloo waits for messages of a group that it destroys, for half an hour."""
+    (tmp_path / "job.py").write_text(LEAVES)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*run, "--nproc-per-node", "2", str(tmp_path / "job.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "rank 0 lacks a message of another rank for step 0" in done.stderr
 
 
 def test_a_watch_whose_optimizer_never_steps_says_so() -> None:
