@@ -373,6 +373,12 @@ def _compare(parsed: argparse.Namespace) -> int:
         return compare_recordings(
             *both, exact=parsed.exact, json=parsed.json, html=parsed.html, say=say
         )
+    for path in both:
+        if path.is_dir():
+            raise UsageError(
+                f"{path} is a folder, and the other side is a file: give two "
+                "recordings, which are folders, or two reports, which are files"
+            )
     from .report.compare import compare
     from .report.records import read_report
 

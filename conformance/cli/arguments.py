@@ -245,7 +245,7 @@ def _add_compare(commands: Commands) -> None:
     rows = "write all compared values of two recordings to FILE"
     compare.add_argument("--json", type=converters.file, metavar="FILE", help=rows)
     page = "write a page about two recordings into DIR"
-    compare.add_argument("--html", type=Path, metavar="DIR", help=page)
+    compare.add_argument("--html", type=converters.folder, metavar="DIR", help=page)
 
 
 def _add_run(commands: Commands) -> None:

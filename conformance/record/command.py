@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..files import write_whole
-from ..status import UsageError, counted, plain
+from ..status import UsageError, as_usage, counted, plain
 from .orders import (
     LATE,
     ORDERS,
@@ -27,6 +27,7 @@ from .orders import (
     Manifest,
     Orders,
     Unrecorded,
+    idle_ranks,
 )
 
 # compare imports its modules where it uses them: recording needs none
@@ -83,10 +84,10 @@ def record(
         text = "has a name that cannot be printed: choose another one"
         raise UsageError(f"{plain(str(out))} {text}")
     if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
-        raise UsageError(
-            f"--start {Path(orders.start).parent}: that run has no weights: record it "
-            "again with --keep-start"
-        )
+        run = Path(orders.start).parent
+        why = "that run has no weights: record it again with --keep-start"
+        raise UsageError(f"--start {run}: {why if run.exists() else 'no such run'}")
+    made = [each for each in (out, *out.parents) if not each.exists()]
     try:
         out.mkdir(parents=True)
     except OSError as error:
@@ -109,20 +110,19 @@ def record(
         try:
             code, is_stopped = _run(command, out, name, orders)
         except UsageError:
-            with suppress(OSError):
-                out.rmdir()
+            _remove(made)
             raise
         if number == 0:
             result = code
             if not _has_files(out / name):
                 say(_why_not(out / name, orders, code))
-                for folder in (out / name, out):
-                    # a folder with half of a file is not empty, and stays
-                    with suppress(OSError):
-                        folder.rmdir()
+                _remove([out / name, *made])
                 return code or 2
         if _has_files(out / name):
             done.append(name)
+            if number == 0:
+                for text in idle_ranks(out / name):
+                    say(f"gradparity: {text}")
         elif not is_stopped:
             say(f"{_why_not(out / name, orders, code, name)}; see {out / name}.log")
             break
@@ -155,6 +155,13 @@ def record(
         )
         say(f"gradparity: next, the other side: {other} OTHER")
     return result
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Remove empty folders; one with half of a file stays."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _twice(out: Path) -> list[int]:
@@ -301,6 +308,8 @@ def _write_files(
     from .page import write_page
 
     if json is not None:
+        with as_usage(OSError):
+            json.parent.mkdir(parents=True, exist_ok=True)
         rows, blocks = (
             [{**vars(row), "ratio": row.ratio, "differs": row.differs} for row in rows]
             for rows in (comparison.rows, comparison.blocks)

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from .kept import Box, Kept
-from .orders import VERSION
+from .orders import VERSION, idle_ranks
 
 __all__ = [
     "Call",
@@ -304,7 +304,8 @@ def read_run(*folders: Path) -> Iterator[tuple[int, Recording]]:
     missing = sorted({*range(size)} - {*recordings})
     if missing:
         ranks = ", ".join(map(str, missing))
-        raise ValueError(f"{listed}: these of {size} ranks wrote nothing: {ranks}")
+        text = f"{listed}: these of {size} ranks wrote nothing: {ranks}"
+        raise ValueError(". ".join([text, *idle_ranks(*folders)]))
     yield from sorted(recordings.items())
 
 

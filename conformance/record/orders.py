@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import msgspec
+
+from ..status import rank_list
 
 __all__ = [
     "LATE",
@@ -12,6 +17,7 @@ __all__ = [
     "Manifest",
     "Orders",
     "Unrecorded",
+    "idle_ranks",
 ]
 
 ORDERS = "GRADPARITY_RECORD"
@@ -77,3 +83,15 @@ class Unrecorded(msgspec.Struct, kw_only=True):
     """Type name of an optimizer -> number of its calls."""
     notes: list[str]
     """Errors inside the recorder."""
+
+
+def idle_ranks(*folders: Path) -> Iterator[str]:
+    """Yield a sentence if ranks called a model and took no step, beside others."""
+    paths = [path for each in folders for path in each.glob("unrecorded-*.json")]
+    ranks = sorted(int(path.stem.rpartition("-")[2]) for path in paths)
+    if ranks:
+        yield (
+            f"{rank_list(ranks).capitalize()} called a model, and no step of an "
+            "optimizer was recorded there. All ranks must step, also if each gets the "
+            "weights of one rank later"
+        )

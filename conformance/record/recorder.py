@@ -496,7 +496,7 @@ class Recorder:
             type(optimizer).__name__: self.calls[number] - self.orders.first
             for number, optimizer, _ in self.optimizers.values()
         }
-        if calls or self.recording.notes:
+        if calls or self.recording.notes or self.roots.called:
             self.out.mkdir(parents=True, exist_ok=True)
             why = Unrecorded(calls=calls, notes=self.recording.notes)
             path = self.out / f"unrecorded-{_rank()}.json"

@@ -79,6 +79,12 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["explain", "agreement.nosuch"], "neither a check"),
         (["run", "--out", "/dev/null/x"], "is a file, expected a folder"),
         (["report", "nosuch.jsonl", "--html", "/dev/null"], "expected a folder"),
+        (["compare", "a", "b", "--html", "/dev/null"], "is a file, expected a folder"),
+        (
+            ["compare", "/dev", "/proc/version"],
+            "is a folder, and the other side is a file",
+        ),
+        (["record", "x", "--start", "/no", "--", "x"], "--start /no: no such run"),
         (["replay", FAULTY_CASE, "--script", "/dev"], "expected a file"),
         (["report", "nosuch.jsonl"], "No such file"),
         (["replay", "a/b"], "is not a scenario id"),

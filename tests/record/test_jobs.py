@@ -631,9 +631,40 @@ def test_a_broken_recording_is_reported_in_one_line(
     assert "is not a recording" in told()
     of_two = whole.replace(b'\\"world_size\\":1', b'\\"world_size\\":2')
     path.write_bytes(of_two)
-    assert "these of 2 ranks wrote nothing: 1" in told()
+    assert told().endswith("these of 2 ranks wrote nothing: 1\n")
+    path.with_name("unrecorded-1.json").write_text("{}")
+    assert "wrote nothing: 1. Rank 1 called a model, and no step of an opt" in told()
     path.with_name("rank-1.safetensors").write_bytes(whole)
     assert "has files of several jobs, of other numbers of ranks" in told()
+
+
+IDLE_RANK = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.ones(4, 2)).sum().backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_no_step_is_told(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(IDLE_RANK)
+    of = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    of += ["--nproc-per-node", "2", str(tmp_path / "job.py")]
+    done = record(tmp_path / "run", "--noise", "0", of=of)
+    assert "gradparity: Rank 1 called a model, and no step of an opt" in done.stderr
+
+
+def test_a_folder_that_record_made_for_nothing_is_removed(tmp_path: Path) -> None:
+    assert main(["record", str(tmp_path / "a" / "b"), "--", "true"]) == 2
+    assert not [*tmp_path.iterdir()]
+    assert main(["record", str(tmp_path / "a" / "b"), "--", "no-such-command"]) == 2
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("stop", [False, True])
