@@ -345,7 +345,8 @@ def _blocks(
     """Return names of repeated blocks, or names of their containers and True.
 
     Only the outermost blocks count. A block is a child of a ``ModuleList``,
-    ``ModuleDict`` or ``Sequential`` that was called once and has children.
+    ``ModuleDict`` or ``Sequential`` that was called once and has children, or more than
+    two parameters.
     ``fully_shard`` gathers the parameters of a block only for its call, so other
     modules must not use them.
     """
@@ -375,7 +376,8 @@ def _is_block(
     model: nn.Module, module: nn.Module, calls: Mapping[nn.Module, int]
 ) -> bool:
     own = {id(p) for p in module.parameters()}
-    composite = next(module.children(), None) is not None
+    # a layer with a weight and a bias alone is too small; a GRU has four parameters
+    composite = next(module.children(), None) is not None or len(own) > 2
     if not own or not composite or calls.get(module) != 1:
         return False
     inside = sum(

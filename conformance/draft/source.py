@@ -96,6 +96,7 @@ def find_source(spec: str) -> Source:
         raise UsageError(f"{spec} is a model already; each rank makes its own: {way}")
     if not callable(target):
         got = type(target).__name__
+        way = f"write one without arguments, {_way(spec, 'MyModel')}"
         raise UsageError(f"{spec} is of type {got}, expected a function: {way}")
     module, _, attribute = spec.partition(":")
     imported = (importable(module), attribute.partition(".")[0])
@@ -154,10 +155,15 @@ def _problem(source: Source) -> str:
     return ""
 
 
-def _way(spec: str) -> str:
-    """Return advice: a function to write that creates the model, and how to name it."""
+def _way(spec: str, called: str = "") -> str:
+    """Return advice: a function to write that creates the model, and how to name it.
+
+    Args:
+        spec: name of the class of the model.
+        called: what the function calls in place of that class.
+    """
     module, _, attribute = spec.partition(":")
-    name = attribute.rpartition(".")[2]
+    name = called or attribute.rpartition(".")[2]
     return (
         f"such as `def make_model(): return {name}(...)`, and name {module}:make_model"
     )

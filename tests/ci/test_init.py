@@ -135,6 +135,21 @@ class Routed(nn.Module):
         return out
 
 
+class Recurrent(nn.Module):
+    """Layers without children, with four parameters each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 8)
+        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, x):
+        x = self.first(x)[:, None]
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x[:, 0]
+
+
 class Sized(nn.Module):
     def __init__(self, width, depth):
         super().__init__()
@@ -221,6 +236,7 @@ def runner(drafts: Path) -> Iterator[Runner]:
     [
         ("zoo:Two", None),
         ("zoo:averaged", None),
+        ("zoo:Recurrent", "layers"),
         pytest.param("zoo:gpt2", "transformer.h", marks=HF),
         pytest.param("zoo:resnet", "resnet.encoder.stages", marks=HF),
         pytest.param("zoo:titan", "layers", marks=needs("torchtitan")),
@@ -356,6 +372,7 @@ def test_what_is_not_found_is_a_todo_and_exit_4(
         (["zoo:Sized"], "needs width, depth: write a function without arguments"),
         (["zoo:instance"], "is a model already"),
         (["zoo:number"], "is of type int, expected a function"),
+        (["zoo:number"], "`def make_model(): return MyModel(...)`"),
         (["zoo:raises"], "raised ValueError: no width (zoo.py line"),
         (["zoo:Exits"], "zoo:Exits ended the program: exit(0)"),
     ],
