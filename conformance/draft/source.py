@@ -160,7 +160,7 @@ def _way(spec: str, called: str = "") -> str:
 
     Args:
         spec: name of the class of the model.
-        called: what the function calls in place of that class.
+        called: name that the function calls in place of that class.
     """
     module, _, attribute = spec.partition(":")
     name = called or attribute.rpartition(".")[2]

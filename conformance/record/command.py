@@ -87,7 +87,7 @@ def record(
         run = Path(orders.start).parent
         why = "that run has no weights: record it again with --keep-start"
         raise UsageError(f"--start {run}: {why if run.exists() else 'no such run'}")
-    made = [each for each in (out, *out.parents) if not each.exists()]
+    created = [each for each in (out, *out.parents) if not each.exists()]
     try:
         out.mkdir(parents=True)
     except OSError as error:
@@ -110,13 +110,13 @@ def record(
         try:
             code, is_stopped = _run(command, out, name, orders)
         except UsageError:
-            _remove(made)
+            _remove(created)
             raise
         if number == 0:
             result = code
             if not _has_files(out / name):
                 say(_why_not(out / name, orders, code))
-                _remove([out / name, *made])
+                _remove([out / name, *created])
                 return code or 2
         if _has_files(out / name):
             done.append(name)
