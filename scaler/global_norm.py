@@ -139,11 +139,19 @@ def grads_by_mesh(
     group: dist.ProcessGroup | None,
     *,
     allow_fp16: bool,
+    only_identified: bool = False,
 ) -> GradsByMesh:
     """Collect the local gradients of an optimizer by layout.
 
-    Partial gradients are summed first, by a collective over their mesh. ``group`` has
-    the ranks that sync; None if this rank syncs with no other.
+    Partial gradients are summed first, by a collective over their mesh.
+
+    Args:
+        optimizer: optimizer of the gradients.
+        record: record of the optimizer; its ``places`` are set.
+        group: ranks that sync; None if this rank syncs with no other.
+        allow_fp16: false to raise for an fp16 gradient.
+        only_identified: true to leave out gradients whose replicas are unknown. Right
+            after a table these are zeros.
 
     Raises:
         ValueError: there is an fp16 gradient and ``allow_fp16`` is false; or a mesh has
@@ -177,9 +185,11 @@ def grads_by_mesh(
         is_plain = any(spec is None for spec in layouts_now)
         record.places = None if is_plain else places
     if holders is not None:
-        told = _told_apart(places, locals_, holders.of(with_gradients(optimizer)))
-        # new parameters may be in one way too many, until they are identified as well
-        places = told if len(told.members) <= MESHES else places
+        sets = holders.of(with_gradients(optimizer))
+        told = _told_apart(places, locals_, sets, only_identified)
+        # Unidentified gradients may be one part too many for a row. Then the row sends
+        # all gradients as unidentified, and the ranks identify them before they clip.
+        places = told if len(told.kinds) <= MESHES else places
     by_mesh.kinds = places.kinds
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks: tuple[int, ...] = (rank,)
@@ -201,16 +211,21 @@ def with_gradients(optimizer: Any) -> list[Any]:
 
 
 def _told_apart(
-    places: Places, locals_: list[torch.Tensor], sets: list[float | None]
+    places: Places,
+    locals_: list[torch.Tensor],
+    sets: list[float | None],
+    only_identified: bool,
 ) -> Places:
     # Group gradients of one mesh by the set of meshes that hold them. Gradients without
-    # a known set stay as before.
+    # a known set stay as before, or are left out.
     members: dict[Layout, list[int]] = {}
     kinds: dict[float, float] = {}
     for layout, indices in places.members.items():
         by_set: dict[float | None, list[int]] = defaultdict(list)
         for index in indices:
             by_set[sets[index]].append(index)
+        if only_identified:
+            by_set.pop(None, None)
         for meshes, indices_of_set in by_set.items():
             elements = sum(locals_[index].numel() for index in indices_of_set)
             part, kind = _held_by(layout, meshes, elements)

@@ -95,7 +95,11 @@ def entries_told_apart(
         holders = part.record.holders = part.record.holders or Holders()
         holders.keep(with_gradients(part.optimizer), sets[result.group.rank()])
         grads = grads_by_mesh(
-            part.optimizer, part.record, result.group, allow_fp16=True
+            part.optimizer,
+            part.record,
+            result.group,
+            allow_fp16=True,
+            only_identified=True,
         )
     entries, _ = local_norms(grads, norm_type, carried)
     mine = tensor_of(entries, result.rows.device)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from gradparity.multiprocess import Cluster
@@ -249,6 +250,67 @@ def test_replicas_on_submeshes_beside_parts_of_one(four: Cluster) -> None:
     expected = exact_norm(Mixed([["norm", "w0", "w1"]]), 2.0)
     for norms in four.run(run):
         assert norms == pytest.approx([expected] * 3, rel=1e-5)
+
+
+PLACED: dict[str, Any] = {
+    "sharded": [Replicate(), Shard(0)],
+    "whole": [Replicate(), Replicate()],
+}
+
+
+# regression: two placements on one mesh counted as two meshes, a replica as four
+@pytest.mark.parametrize("order", [2.0, 3.0])
+@HOW
+def test_five_layouts_on_four_meshes(four: Cluster, order: float, how: str) -> None:
+    """One mesh with two placements is one mesh, so all five fit into a row."""
+
+    def run() -> list[float]:
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+        zeros, norms = torch.zeros(4, 3), []
+        params = [parameter(zeros), parameter(zeros)]
+        places: list[Any] = [(mesh["tp"], [Shard(0)])]
+        for place in [*places, *((mesh, each) for each in PLACED.values())]:
+            params.append(nn.Parameter(distribute_tensor(zeros, *place)))
+        scaler, optimizer = scaled(GradScaler), sgd(params)
+        names = ["replica", f"w{dist.get_rank()}", "part", *PLACED]
+        for _ in range(3):
+            for p, name in zip(params, names, strict=True):
+                value = plain(name, (4, 3)) * 4.0
+                if isinstance(p, DTensor):
+                    value = distribute_tensor(value, p.device_mesh, p.placements)
+                p.grad = value
+            norms.append(scaler.clip_and_step(optimizer, 1e9, order).item())
+            scaler.update()
+        return norms
+
+    held = ["replica", "w0", "w1", "w2", "w3", "part", *PLACED]
+    expected = exact_norm(Mixed([held]), order)
+    for norms in four.run(acting(how, run)):
+        assert norms == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def test_a_gradient_of_zeros_beside_parameters_held_in_four_ways(
+    four: Cluster,
+) -> None:
+    """It may be a fifth way until it shows who holds it, and changes no norm."""
+    held = ["abcdz", "abz", "acz", "az"]
+
+    def run() -> list[float]:
+        names, norms = list(held[dist.get_rank()]), []
+        params = [parameter(torch.zeros(4, 3)) for _ in names]
+        scaler, optimizer = scaled(GradScaler), sgd(params)
+        for is_zero in (True, True, False, False):
+            for p, name in zip(params, names, strict=True):
+                value = plain(name, (4, 3)) * 4.0
+                p.grad = torch.zeros(4, 3) if is_zero and name == "z" else value
+            norms.append(scaler.clip_and_step(optimizer, 1e9).item())
+            scaler.update()
+        return norms
+
+    expected = [exact_norm(Mixed([list(names)]), 2.0) for names in ("abcd", "abcdz")]
+    for norms in four.run(run):
+        assert norms[:2] == pytest.approx([expected[0]] * 2, rel=1e-5)
+        assert norms[2:] == pytest.approx([expected[1]] * 2, rel=1e-5)
 
 
 def test_parameters_held_in_too_many_ways_are_refused_on_all_ranks(
