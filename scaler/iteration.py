@@ -254,10 +254,18 @@ class Iteration:
             part.is_dropped = True
 
     def shares_parameters(self) -> bool:
-        """Return True if two optimizers share a parameter."""
+        """Return True if two optimizers share a parameter.
+
+        An object without parameters shares none: a call with it has raised, and
+        `update` must still end the iteration.
+        """
         owners: dict[int, Part] = {}
         for part in self.parts.values():
-            for parameter in parameters_of(part.optimizer):
+            try:
+                parameters = list(parameters_of(part.optimizer))
+            except Exception:
+                continue
+            for parameter in parameters:
                 if not getattr(parameter, "requires_grad", True):
                     continue  # frozen: it has no gradient to divide
                 if owners.setdefault(id(parameter), part) is not part:

@@ -182,6 +182,34 @@ def test_a_sharded_scaler_clips_without_gradients(
     assert results == [[1.0, 4.0, 2]] * ranks
 
 
+def scheduler_of(train: Training) -> Any:
+    return torch.optim.lr_scheduler.ConstantLR(train.first, factor=1.0)
+
+
+NO_OPTIMIZERS = pytest.mark.parametrize(
+    "wrong",
+    [lambda _: object(), lambda _: nn.Linear(1, 1), scheduler_of],
+    ids=["object", "model", "scheduler"],
+)
+
+
+# regression: `update` raised in every later iteration
+@NO_OPTIMIZERS
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler, ShardedGradScaler])
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_training_goes_on_after_a_call_without_an_optimizer(
+    make: Any, call: str, wrong: Any
+) -> None:
+    train = Training(make)
+    for _ in range(3):
+        train.backward()
+        with pytest.raises(AttributeError, match="param_groups"):
+            getattr(train.scaler, call)(wrong(train))
+        train.scaler.step(train.first)
+        train.scaler.update()
+    assert train.state() == ([3.0, 0.0], 1024.0, 3)
+
+
 # - Ranks
 
 
