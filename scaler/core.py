@@ -548,6 +548,8 @@ class ScalerCore(_TorchGradScaler):
         error = RuntimeError(message)
         is_told = self._tell(error, self._sync.exchanges, part, method, call)
         if is_told:
+            # The other ranks raise as well, so `update` must do the same on all ranks.
+            self._iteration.has_failed = True
             self._iteration.drop(self._sync)
             if not self._sync.is_void:
                 self._sync.is_unusual = True
