@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler as _TorchGradScaler
 from torch.amp.grad_scaler import OptState
 
-from .errors import CHECK, CLIP, PeerFailedError, RanksDisagreeError, not_finite
+from .errors import APART, CHECK, CLIP, PeerFailedError, RanksDisagreeError, not_finite
 from .global_norm import (
     GradsByMesh,
     global_norm,
@@ -574,6 +574,8 @@ class ScalerCore(_TorchGradScaler):
                 row = self._row()._replace(call=call, found_inf=1.0, failed=1.0)
                 with contextlib.suppress(PeerFailedError, RanksDisagreeError):
                     self._sync.exchange(group, method, row)  # of the sync before
+                if self._sync.is_apart:
+                    error.add_note(f"gradparity: {APART}")
             self._sync.told = id(error)
             return group is not None
         except Exception:

@@ -102,14 +102,24 @@ CALLS = (
 UPDATE or LOAD."""
 
 
+APART = (
+    "The ranks are at different batches now, so every sync raises from here on. Load a "
+    "checkpoint on every rank, or end the job."
+)
+"""Way out if a rank raised after its last sync of an iteration."""
+
+
 def peer_failed(
-    method: str, rank: int, size: int, failed: Sequence[int]
+    method: str, rank: int, size: int, failed: Sequence[int], *, is_apart: bool
 ) -> PeerFailedError:
-    """Return the error of this rank after other ranks raised."""
+    """Return the error of this rank after other ranks raised.
+
+    ``is_apart`` is true if the ranks are at different batches.
+    """
     return PeerFailedError(
         f"{method} on rank {rank} of {size}: {_ranks(failed)} raised before or "
         "while reading its gradients, so no rank steps. The cause is in that "
-        "rank's traceback.",
+        f"rank's traceback.{f' {APART}' if is_apart else ''}",
         rank=rank,
         call=method,
         failed=tuple(failed),
@@ -122,6 +132,8 @@ def ranks_disagree(
     size: int,
     here: Mapping[str, float],
     columns: Mapping[str, Sequence[float]],
+    *,
+    is_apart: bool,
 ) -> RanksDisagreeError:
     """Return the error for fields that differ between ranks.
 
@@ -131,12 +143,17 @@ def ranks_disagree(
         size: number of ranks.
         here: values of this rank, by field.
         columns: values of all ranks, by differing field.
+        is_apart: true if the ranks are at different batches.
     """
     # The row of another call has another position as well; report the call first.
     first, way_out = next(
         (each for each in _WAYS_OUT if each[0] & columns.keys()),
         (columns.keys(), _OTHER_WAY_OUT),
     )
+    if is_apart and "iteration" in first and "position" not in columns:
+        way_out = APART  # nothing else is wrong in this sync
+    elif is_apart:
+        way_out = f"{way_out} {APART}"
     shown = "; ".join(
         _differs(name, column) for name, column in columns.items() if name in first
     )

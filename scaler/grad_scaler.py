@@ -145,7 +145,7 @@ class GradScaler(ScalerCore):
         is_tensor = isinstance(outputs, torch.Tensor)
         scale: Any = self._scaled if is_tensor else super().scale
         scaled = scale(outputs)
-        self._was_scaled = True
+        self._was_scaled = self._sync.has_scaled = True
         return scaled  # type: ignore[no-any-return]
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
@@ -330,7 +330,7 @@ class GradScaler(ScalerCore):
             if self._iteration.lacked:
                 del self._iteration.lacked[0]  # an earlier call has taken part
             else:
-                self._take_part(self._part_of(None), "step", takes_part=1.0)
+                self._take_part(self._part_of(None), "step")
             return None
         part = self._part_of(optimizer)
         if part.has_stepped():

@@ -60,6 +60,14 @@ does each later sync, until the ranks load a checkpoint.
 If a failure is told while steps are due, all ranks drop these steps, and none is
 missed. But if more steps are due on one rank than on another (``pending``), the other
 one has taken them already.
+
+[Note: Ranks at different batches]
+A rank may raise after its last sync of an iteration (`step` called twice, a bad
+``new_scale``). The other ranks read its row in their next iteration. If every rank then
+drops its batch, they train on different batches from there on. So a row names the
+batch (``batch``). After an error each rank counts iterations from the number of batches
+by which it is ahead. ``iteration`` must be equal, so all later syncs raise until the
+ranks load a checkpoint.
 """
 
 from __future__ import annotations
@@ -106,17 +114,19 @@ class Row(NamedTuple):
         failed: 1 if this rank is about to raise.
         has_gradients: 1 if this rank has a gradient.
         was_scaled: 1 if the scale came from `scale()` or a checkpoint on this rank.
-        takes_part: 1 if this rank lacks the optimizer, and takes part in a check or a
-            clip of other ranks.
+        batch: iteration to which this rank's batch belongs; see
+            [Note: Ranks at different batches].
         refuses: 1 if this rank raises for a norm that is not finite.
         pending: number of optimizers with a finished sync whose step is due; nan on a
             rank that has passed None, since its order of syncs and steps is its own.
         first_bad: code of the first non-finite gradient, 0 if unknown (`history.py`).
-        call: CHECK, CLIP, UPDATE or LOAD. This field and all that follow must be equal
-            on all ranks.
+        call: CHECK, CLIP, UPDATE or LOAD; nan for `step` with None, which takes part in
+            a check or a clip. This field and all that follow must be equal on all
+            ranks.
         scaler: number by which the ranks identify the scaler; nan if it is new.
         made_after: for a new scaler: how many scalers that have a number are older.
-        iteration: iteration of this scaler, counted by `update`.
+        iteration: iteration of this scaler, counted by `update`; ranks at different
+            batches begin at different numbers.
         position: position of the sync in the iteration, from 1.
         scale: loss scale of this rank.
         growth_tracker: good iterations in a row.
@@ -141,7 +151,7 @@ class Row(NamedTuple):
     failed: float = 0.0
     has_gradients: float = 0.0
     was_scaled: float = 1.0
-    takes_part: float = 0.0
+    batch: float = math.nan
     refuses: float = 0.0
     pending: float = math.nan
     first_bad: float = 0.0
@@ -217,7 +227,8 @@ class Rows:
         highest, lowest = self.highest[_FINDINGS:], self.lowest[_FINDINGS:]
         fields = zip(_COMPARED, highest, lowest, strict=True)
         names = [name for name, x, y in fields if x != y and x != -math.inf]
-        if self.highest.takes_part and self.highest.call > CLIP:
+        # step(None) takes part in a check or a clip alone
+        if self.highest.call > CLIP and any(map(math.isnan, self.column("call"))):
             names = ["call", *(name for name in names if name != "call")]
         return names
 
@@ -239,7 +250,10 @@ class SyncResult:
         was_read: True if the host has read the rows, or has raised their error.
         is_late: True if the host reads the rows at the next sync.
         ends: True for the last sync of an iteration that must have had a gradient.
-        lags: True if fewer steps were due on another rank. Set when the rows are read.
+        lags: True if fewer steps were due on another rank. This and the next attributes
+            are set when the rows are read.
+        ahead: number of batches by which this rank is ahead of the last one.
+        is_apart: True if any rank is ahead.
     """
 
     group: dist.ProcessGroup
@@ -253,6 +267,8 @@ class SyncResult:
     is_late: bool = False
     ends: bool = False
     lags: bool = False
+    ahead: float = 0.0
+    is_apart: bool = False
     host_rows: Rows | None = None
 
     @property
@@ -279,6 +295,8 @@ class SyncResult:
             self.was_read = True
             rows = Rows(table.cpu())
             self.lags = self.row.pending > rows.lowest.pending
+            self.ahead = self.row.batch - rows.lowest.batch
+            self.is_apart = rows.highest.batch > rows.lowest.batch
             if rows.highest.failed:
                 failed = [i for i, x in enumerate(rows.column("failed")) if x]
                 raise self.peer_failed(failed)
@@ -296,7 +314,8 @@ class SyncResult:
 
     def peer_failed(self, failed: Sequence[int]) -> PeerFailedError:
         """Return the error of this rank after other ranks raised."""
-        return peer_failed(self.method, self.group.rank(), self.group.size(), failed)
+        rank, size = self.group.rank(), self.group.size()
+        return peer_failed(self.method, rank, size, failed, is_apart=self.is_apart)
 
     def disagreement(self, rows: Rows, names: Sequence[str]) -> RanksDisagreeError:
         """Return the error for fields that differ, with the values of all ranks."""
@@ -304,7 +323,9 @@ class SyncResult:
         here = {name: value for name, value in own if not math.isnan(value)}
         columns = {name: rows.column(name) for name in names}
         rank, size = self.group.rank(), self.group.size()
-        return ranks_disagree(self.method, rank, size, here, columns)
+        return ranks_disagree(
+            self.method, rank, size, here, columns, is_apart=self.is_apart
+        )
 
 
 _made = itertools.count()
@@ -330,6 +351,8 @@ class OverflowSync:
         lags: True if, when the last failure was told, another rank had taken steps that
             were due on this rank.
         told: id of the error that the last row reported; 0 for none.
+        has_scaled: True if this rank scaled a loss since its last sync or `update`.
+        is_apart: True if the ranks were at different batches at the last error.
     """
 
     settles = SETTLES
@@ -357,15 +380,18 @@ class OverflowSync:
     def restart(self) -> None:
         """Restart all counts; every rank must call it at the same point."""
         self._begin_anew()
-        self.is_void = False
+        self.is_void = self._scales = False
         self.missed, self.lags, self.lacks = 0, False, False
         self._optimizers = 0  # number of optimizers that any rank has synced
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, result: SyncResult | None = None) -> None:
+        # ``result`` is that of a sync which failed.
         self.is_void = True
-        self._iteration = 0
-        self._settled = self.settles
+        self._iteration = 0 if result is None else int(result.ahead)
+        self.is_apart = result is not None and result.is_apart
+        self._settled = self._iteration + self.settles
         self.sent = 0
+        self.has_scaled = self._scaled_before = False
         self.is_unusual = False
         self._most = -1  # largest count of any iteration; -1: none is over yet
 
@@ -410,6 +436,8 @@ class OverflowSync:
                 device = message_device(group, self._device_type, row.scale)
                 self._cpu_group = group if device.type == "cpu" else None
             sent = self.sent + (row.call != LOAD)  # loads are outside of iterations
+            self._scaled_before |= self.has_scaled
+            self.has_scaled = False
             try:
                 mine = tensor_of([*row, *(norms or [0.0] * NORMS)], device)
                 rows = exchange(group, method, mine)
@@ -430,13 +458,13 @@ class OverflowSync:
                         result.read()
                     self.lags = result.lags
                 if is_read:
-                    self._begin_anew()
+                    self._begin_anew(result)
             elif is_read:
                 try:
                     rows_read = result.read()
                 except (PeerFailedError, RanksDisagreeError):
                     self.lags = result.lags
-                    self._begin_anew()
+                    self._begin_anew(result)
                     raise
                 self._learn(result, rows_read, of_group)
             else:
@@ -449,7 +477,9 @@ class OverflowSync:
     def _numbered(
         self, row: Row, of_group: GroupState, record: Any, *, failed: bool
     ) -> Row:
-        fields: dict[str, float] = {"failed": 1.0} if failed else {}
+        fields: dict[str, float] = {"batch": self._batch(row.call)}
+        if failed:
+            fields["failed"] = 1.0
         number = of_group.numbers.get(self._made)
         if number is not None:
             fields["scaler"] = number
@@ -469,6 +499,15 @@ class OverflowSync:
             is_silent = self.lacks and not self.missed
             fields["missed"] = math.nan if is_silent else self.missed
         return row._replace(**fields)
+
+    def _batch(self, call: float) -> int:
+        # See [Note: Ranks at different batches]. A rank that never scales a loss is
+        # taken to call `update` once for each batch.
+        if self.has_scaled and 0 < self._most <= self.sent:
+            return self._iteration + 1  # of the next batch: `update` was forgotten
+        if call == UPDATE and self._scales and not (self.sent or self.has_scaled):
+            return self._iteration - 1  # `update` was called twice
+        return self._iteration
 
     def _late_error(self) -> Exception | None:
         # See [Note: When the host reads] and [Note: An error on one rank].
@@ -503,8 +542,8 @@ class OverflowSync:
             return
         self._has_gradients |= bool(rows.highest.has_gradients)
         number = rows.value("optimizer")
-        if number is None and rows.lowest.takes_part:
-            return
+        if number is None and rows.value("call") is None:
+            return  # every rank lacks it
         number = int(number or self._optimizers + 1)
         self._optimizers = max(self._optimizers, number)
         record = result.record
@@ -556,7 +595,7 @@ class OverflowSync:
         # The group of the last sync may be destroyed, so find it again.
         group = self.group.find()
         if group is None or self.is_void:
-            self.is_unusual = self._has_gradients = False
+            self.is_unusual = self._has_gradients = self.has_scaled = False
             return
         count = self.sent
         if count != self._most:
@@ -568,6 +607,8 @@ class OverflowSync:
         if not self.is_unusual:
             self._most = max(self._most, count)
         self.sent, self.is_unusual = 0, False
+        self._scales = self._scaled_before or self.has_scaled
+        self._scaled_before = self.has_scaled = False
         self._iteration += 1
 
     def __getstate__(self) -> dict[str, Any]:
