@@ -54,7 +54,7 @@ class RanksDisagreeError(ScalerError):
 
 
 class PeerFailedError(ScalerError):
-    """Another rank raised before or while it read its gradients; no rank steps.
+    """Another rank raised in a call of its scaler; no rank steps.
 
     Attributes:
         rank: this rank, in the group that syncs.
@@ -110,20 +110,33 @@ APART = (
 
 
 def peer_failed(
-    method: str, rank: int, size: int, failed: Sequence[int], *, is_apart: bool
+    method: str, rank: int, size: int, failed: Mapping[int, float], *, is_apart: bool
 ) -> PeerFailedError:
     """Return the error of this rank after other ranks raised.
 
-    ``is_apart`` is true if the ranks are at different batches.
+    Args:
+        method: name of the calling method.
+        rank: this rank.
+        size: number of ranks.
+        failed: ranks that raised, with the call in which each of them did.
+        is_apart: true if the ranks are at different batches.
     """
+    calls = " and ".join(dict.fromkeys(_shown("call", x) for x in failed.values()))
     return PeerFailedError(
-        f"{method} on rank {rank} of {size}: {_ranks(failed)} raised before or "
-        "while reading its gradients, so no rank steps. The cause is in that "
-        f"rank's traceback.{f' {APART}' if is_apart else ''}",
+        f"{method} on rank {rank} of {size}: {_ranks([*failed])} raised in {calls}, so "
+        f"{_CONSEQUENCES.get(method, 'no rank steps')}. The cause is in that rank's "
+        f"traceback.{f' {APART}' if is_apart else ''}",
         rank=rank,
         call=method,
         failed=tuple(failed),
     )
+
+
+_CONSEQUENCES = {
+    "load_state_dict": "nothing is changed",
+    "update": "the scale does not move",
+}
+"""What follows on the other ranks, by the method that they call."""
 
 
 def ranks_disagree(
@@ -208,9 +221,9 @@ _WAYS_OUT = (
 )
 
 _OTHER_WAY_OUT = (
-    "Build the scaler with the same arguments on every rank and load the same "
-    "state_dict on every rank; if these ranks train independent models, pass "
-    "sync_over=, their process group or mesh."
+    "Build the scaler with the same arguments, pass the same new_scale to update() and "
+    "load the same state_dict on every rank; if these ranks train independent models, "
+    "pass sync_over=, their process group or mesh."
 )
 
 
@@ -236,10 +249,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _shown(name: str, value: float) -> str:
+    if name == "call":
+        return "step(None)" if math.isnan(value) else CALLS[int(value)]
     if math.isnan(value):
         return "not compared"
-    if name == "call":
-        return CALLS[int(value)]
     if name == "made_after":
         return f"made after {value:g} others"
     if name == "position":

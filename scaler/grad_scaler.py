@@ -196,9 +196,10 @@ class GradScaler(ScalerCore):
         if part.has_stepped():
             message = "unscale_() is being called after step()."
             raise self._refused(message, part, "unscale_")
+        method, part.caller = part.caller or "unscale_", ""
         exchanges = self._sync.exchanges
         try:
-            self._check_and_sync(part, "unscale_")
+            self._check_and_sync(part, method)
         except BaseException as error:
             self._fail(error, part, "unscale_", CHECK, exchanges)
             raise
@@ -348,6 +349,7 @@ class GradScaler(ScalerCore):
             grad_scale = None
             if not (fused := is_fused(optimizer)):
                 if not is_unscaled:
+                    part.caller = "step"
                     self.unscale_(optimizer)
             elif takes_scaler(optimizer, stacklevel=3):
                 kwargs["grad_scaler"] = self

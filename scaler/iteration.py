@@ -50,6 +50,7 @@ class Part:
         has_gradients: True if its last check saw a gradient on this rank.
         stepped_on: weak references to the gradients of its step, if a later call in the
             iteration raised; the next step must use other tensors.
+        caller: method that the user called, where it is about to call `unscale_`.
     """
 
     optimizer: Any = None
@@ -62,6 +63,7 @@ class Part:
     is_dropped: bool = False
     has_gradients: bool = False
     stepped_on: set[Any] | None = None
+    caller: str = ""
 
     @property
     def stage(self) -> OptState:

@@ -141,7 +141,7 @@ def advance(
 
 
 def checked_scale(
-    new_scale: float | torch.Tensor, device_type: str, policy: Policy
+    new_scale: float | torch.Tensor, device_type: str | torch.device, policy: Policy
 ) -> Number:
     """Check a scale that the caller chose; on an accelerator clamp and return a tensor.
 
@@ -152,11 +152,17 @@ def checked_scale(
     if isinstance(new_scale, torch.Tensor):
         kind, size = new_scale.device.type, new_scale.numel()
         if kind != device_type or size != 1 or new_scale.requires_grad:
-            raise AssertionError(
+            message = (
                 "new_scale should be a number or a tensor with one element on "
                 f"{device_type} without gradient, got {size} on {kind}, "
                 f"requires_grad={new_scale.requires_grad}."
             )
+            if isinstance(device_type, torch.device):  # equals the type of no tensor
+                message += (
+                    f" The scaler was built with {device_type!r}: build it with "
+                    f"{device_type.type!r}."
+                )
+            raise AssertionError(message)
         number = number_in(new_scale)
         if isinstance(number, torch.Tensor):
             # A check would synchronise, so a value out of range is clamped.

@@ -75,7 +75,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -298,8 +298,9 @@ class SyncResult:
             self.ahead = self.row.batch - rows.lowest.batch
             self.is_apart = rows.highest.batch > rows.lowest.batch
             if rows.highest.failed:
-                failed = [i for i, x in enumerate(rows.column("failed")) if x]
-                raise self.peer_failed(failed)
+                calls = enumerate(rows.column("call"))
+                failed = rows.column("failed")
+                raise self.peer_failed({i: call for i, call in calls if failed[i]})
             if names := rows.differing():
                 raise self.disagreement(rows, names)
             if not rows.highest.was_scaled:
@@ -312,8 +313,8 @@ class SyncResult:
             self.on_read(self, rows)
         return self.host_rows
 
-    def peer_failed(self, failed: Sequence[int]) -> PeerFailedError:
-        """Return the error of this rank after other ranks raised."""
+    def peer_failed(self, failed: Mapping[int, float]) -> PeerFailedError:
+        """Return the error of this rank after other ranks raised, with their calls."""
         rank, size = self.group.rank(), self.group.size()
         return peer_failed(self.method, rank, size, failed, is_apart=self.is_apart)
 
@@ -567,7 +568,7 @@ class OverflowSync:
         counts = exchange(group, method, count).flatten().tolist()
         if table is None or min(counts) < 0:
             self._begin_anew()
-            raise result.peer_failed([i for i, n in enumerate(counts) if n < 0])
+            raise result.peer_failed({i: CLIP for i, n in enumerate(counts) if n < 0})
         padded = table.new_zeros(max(counts), table.shape[1])
         padded[: len(table)] = table
         gathered = exchange(group, method, padded.flatten().to(device)).cpu()
