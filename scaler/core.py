@@ -546,10 +546,13 @@ class ScalerCore(_TorchGradScaler):
     ) -> RuntimeError:
         # Wrong call order, perhaps on this rank alone: the other ranks must not wait.
         error = RuntimeError(message)
-        is_told = self._tell(error, self._sync.exchanges, part, method, call)
+        is_told = self._tell(
+            error, self._sync.exchanges, part, method, call, refuses=1.0
+        )
         if is_told:
-            # The other ranks raise as well, so `update` must do the same on all ranks.
-            self._iteration.has_failed = True
+            # `update` must do the same on all ranks. If all of them are refused, it
+            # does as in one process.
+            self._iteration.has_failed |= not self._sync.is_refused
             self._iteration.drop(self._sync)
             if not self._sync.is_void:
                 self._sync.is_unusual = True
@@ -562,6 +565,7 @@ class ScalerCore(_TorchGradScaler):
         part: Part,
         method: str,
         call: float = CHECK,
+        refuses: float = 0.0,
     ) -> bool:
         # Tell the other ranks of an error before the sync of a call, which is not among
         # ``exchanges``. Returns True if they know of it.
@@ -571,7 +575,9 @@ class ScalerCore(_TorchGradScaler):
         try:
             group = self._find_group(part)
             if group is not None:  # see [Note: An error on one rank] in sync.py
-                row = self._row()._replace(call=call, found_inf=1.0, failed=1.0)
+                row = self._row()._replace(
+                    call=call, found_inf=1.0, failed=1.0, refuses=refuses
+                )
                 with contextlib.suppress(PeerFailedError, RanksDisagreeError):
                     self._sync.exchange(group, method, row)  # of the sync before
                 if self._sync.is_apart:

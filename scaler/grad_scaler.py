@@ -18,7 +18,8 @@ step again, on new gradient tensors. To recover, catch the error, drop the batch
 on: training continues as if the batch had not existed. Calling `update` first is
 allowed, and moves nothing unless other optimizers have stepped. Errors of wrong call
 order are raised before anything is changed, and are also sent to the other ranks:
-after them `update` ends the iteration, as in torch.
+after them `update` ends the iteration, as in torch. See also
+[Note: Ranks at different batches] in ``sync.py``.
 """
 
 from __future__ import annotations

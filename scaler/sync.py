@@ -116,7 +116,8 @@ class Row(NamedTuple):
         was_scaled: 1 if the scale came from `scale()` or a checkpoint on this rank.
         batch: iteration to which this rank's batch belongs; see
             [Note: Ranks at different batches].
-        refuses: 1 if this rank raises for a norm that is not finite.
+        refuses: 1 if this rank raises for a norm that is not finite, or for the order
+            of its calls.
         pending: number of optimizers with a finished sync whose step is due; nan on a
             rank that has passed None, since its order of syncs and steps is its own.
         first_bad: code of the first non-finite gradient, 0 if unknown (`history.py`).
@@ -254,6 +255,7 @@ class SyncResult:
             are set when the rows are read.
         ahead: number of batches by which this rank is ahead of the last one.
         is_apart: True if any rank is ahead.
+        is_refused: True if all ranks raise for the order of their calls.
     """
 
     group: dist.ProcessGroup
@@ -269,6 +271,7 @@ class SyncResult:
     lags: bool = False
     ahead: float = 0.0
     is_apart: bool = False
+    is_refused: bool = False
     host_rows: Rows | None = None
 
     @property
@@ -297,6 +300,7 @@ class SyncResult:
             self.lags = self.row.pending > rows.lowest.pending
             self.ahead = self.row.batch - rows.lowest.batch
             self.is_apart = rows.highest.batch > rows.lowest.batch
+            self.is_refused = bool(rows.lowest.failed and rows.lowest.refuses)
             if rows.highest.failed:
                 calls = enumerate(rows.column("call"))
                 failed = rows.column("failed")
@@ -354,6 +358,7 @@ class OverflowSync:
         told: id of the error that the last row reported; 0 for none.
         has_scaled: True if this rank scaled a loss since its last sync or `update`.
         is_apart: True if the ranks were at different batches at the last error.
+        is_refused: True if all ranks raised that error for the order of their calls.
     """
 
     settles = SETTLES
@@ -374,6 +379,7 @@ class OverflowSync:
         self._made = next(_made)
         self._unread: list[SyncResult] = []  # more than one around a captured graph
         self.exchanges = self.told = 0
+        self.is_refused = False
         # True if a row that was read in this iteration shows a gradient on any rank.
         self._has_gradients = False
         self.restart()
@@ -457,7 +463,7 @@ class OverflowSync:
                 if not _is_captured(rows):
                     with contextlib.suppress(PeerFailedError):  # the caller has its own
                         result.read()
-                    self.lags = result.lags
+                    self.lags, self.is_refused = result.lags, result.is_refused
                 if is_read:
                     self._begin_anew(result)
             elif is_read:

@@ -63,6 +63,34 @@ def test_update_after_a_closure_of_one_rank_raises_on_no_rank(
     assert trained(two, run) == [expected] * 2
 
 
+@pytest.mark.parametrize("other", ["closure", "unreadable"])
+def test_update_after_errors_of_all_ranks_does_the_same_on_each(
+    two: Cluster, other: str
+) -> None:
+    """After a closure on every rank it raises, as on one process."""
+
+    def run() -> list[str]:
+        train, raised = Training(), []
+        train.backward()
+        is_closure = dist.get_rank() == 1 or other == "closure"
+        if not is_closure:
+            train.scaler._unscale_grads_ = None
+        for call in (
+            lambda: train.scaler.step(train.first, *([print] if is_closure else [])),
+            train.scaler.update,
+        ):
+            try:
+                call()
+            except (*ERRORS, TypeError) as error:
+                raised.append(type(error).__name__)
+        return raised
+
+    after = ["AssertionError"] if other == "closure" else []
+    first, second = trained(two, run)
+    assert first[1:] == second[1:] == after
+    assert second[0] == "RuntimeError"
+
+
 def test_update_after_a_closure_raises_on_one_process_as_in_torch() -> None:
     for make in (torch.amp.GradScaler, GradScaler):
         train = Training(make)
