@@ -136,7 +136,7 @@ _CONSEQUENCES = {
     "load_state_dict": "nothing is changed",
     "update": "the scale does not move",
 }
-"""What follows on the other ranks, by the method that they call."""
+"""Consequence of a failure for another rank, by the method that it calls."""
 
 
 def ranks_disagree(
