@@ -27,6 +27,8 @@ HEADINGS = {
     OUTPUT: "Outputs of blocks, at the first step that differs",
     GRADIENT: "Gradients of these outputs, up to one factor, as backward makes them",
 }
+LONG = 1e5
+"""A share of the bound below this limit is written without an exponent."""
 RANKS = 64
 """Largest number of ranks that get a column."""
 SHADES = (0.25, 0.5, 1, 10, 100, 1000)
@@ -92,7 +94,7 @@ def _ranks(found: Comparison) -> Mapping[str, Mapping[int, Cell]]:
 def _cell(row: Row) -> Cell:
     blind = row.bound >= 1 and not row.differs
     shade = bisect_left(SHADES, row.ratio)
-    share = f"{row.ratio:.2g}" if row.ratio < 10 else f"{row.ratio:.0f}"
+    share = f"{row.ratio:.0f}" if 10 <= row.ratio < LONG else f"{row.ratio:.2g}"
     what = f"; it {row.words}" if row.words else ""
     return Cell(
         shade=None if blind else shade,

@@ -1258,6 +1258,16 @@ def test_a_page_begins_with_where_a_difference_begins(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(("ratio", "shown"), [(2e20, "2e+20"), (4321, "4321")])
+def test_a_large_share_of_a_bound_is_short_on_the_page(
+    tmp_path: Path, ratio: float, shown: str
+) -> None:
+    mesh = Side(name="mesh", run=run(4))
+    found = compare(ONE, mesh)
+    found.rows[0] = replace(found.rows[0], distance=ratio, bound=1.0)
+    assert f">{shown}<" in write_page(tmp_path, ONE, mesh, found).read_text()
+
+
 @pytest.mark.parametrize(
     ("count", "kind", "code"),
     [
