@@ -11,10 +11,11 @@ from statistics import median
 from ..status import counted
 from .differences import COARSE, Row, rows_of_sides
 from .equal import listed
-from .kept import IDLE
+from .kept import BUFFER, IDLE, RUNNING
 from .merge import Run, Side
 
 __all__ = [
+    "batch_norms",
     "clipped",
     "late",
     "left_out",
@@ -122,6 +123,30 @@ def clipped(
             f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
             f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
             "all shards?"
+        )
+
+
+def batch_norms(one: Side, other: Side, wrong: Sequence[Row]) -> Iterator[str]:
+    """Yield a lead if batch norms of the sides may look at other rows.
+
+    Args:
+        one: the reference.
+        other: the side to check.
+        wrong: tensors that differ at the first step with a difference.
+    """
+    for side in (one, other):
+        keys = (key for key in side.run.replicas if key[1] == BUFFER)
+        if name := next((n for _, _, n in keys if n.endswith(RUNNING)), ""):
+            yield (
+                f"batch norms: ranks of {side.name} have different {name}: each "
+                "normalises its own rows. One process must do the same, in one forward "
+                "for the rows of each rank, or ranks use SyncBatchNorm"
+            )
+            return
+    if name := next((row.name for row in wrong if row.kind == BUFFER), ""):
+        yield (
+            f"batch norms: {name} differs, too. They normalise the rows of one "
+            "forward: give both sides the same rows in each forward"
         )
 
 

@@ -13,6 +13,7 @@ from statistics import median
 
 from ..status import counted
 from .beside import (
+    batch_norms,
     clipped,
     late,
     left_out,
@@ -172,6 +173,7 @@ def _locate(
             "and pipelines that infer shapes"
         )
         return
+    found.leads += batch_norms(one, other, wrong)
     factor = _one_factor(one.run, found.rows, at)
     is_update = bool(wrong) and all(row.kind != "gradient" for row in wrong)
     found.blocks, where = where_it_begins(

@@ -525,6 +525,35 @@ def test_weights_that_one_side_changes_between_steps_are_a_lead() -> None:
     assert not any("between" in each for each in against(leaves(wrong, "b"), one).leads)
 
 
+@pytest.mark.parametrize(
+    ("statistics", "unlike", "lead"),
+    [
+        (2.0, (), "batch norms: n.running_mean differs, too. They normalise the rows"),
+        (1.0, (1,), "batch norms: ranks of mesh have different n.running_mean: each"),
+        (1.0, (), ""),
+    ],
+)
+def test_batch_norms_that_see_other_rows_are_a_lead(
+    statistics: float, unlike: tuple[int, ...], lead: str
+) -> None:
+    key = (0, "buffer", "n.running_mean")
+
+    def has(given: Run, factor: float) -> Run:
+        mean = whole(factor * values(0, "n"), 1)
+        return replace(given, tensors={**given.tensors, key: mean})
+
+    one = replace(
+        ONE, run=has(ONE.run, 1), noisy=[has(each, 1 + 1e-7) for each in ONE.noisy]
+    )
+    other = has(changed(run(4), (0, "gradient", "b"), sketch=np.ones(SIZE)), statistics)
+    other = replace(other, replicas={key: unlike} if unlike else {})
+    found = against(other, one)
+    assert found.headline.startswith("step 0: the gradient of b differs"), found.lines
+    assert [each[: len(lead)] for each in found.leads if "batch norms" in each] == (
+        [lead] if lead else []
+    )
+
+
 def test_a_training_that_was_not_recorded_is_told() -> None:
     text = "not recorded: Adam of 2 tensors in mesh, as it first stepped after all"
     mesh = Side(name="mesh", run=run(4), late="Adam of 2 tensors")
