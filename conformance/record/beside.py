@@ -24,6 +24,7 @@ __all__ = [
     "padded_batches",
     "precisions",
     "shown_later",
+    "unequal_shares",
     "wider",
 ]
 
@@ -124,6 +125,19 @@ def clipped(
             f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
             "all shards?"
         )
+
+
+def unequal_shares(one: Side, other: Side, at: int) -> Iterator[str]:
+    """Yield a lead if ranks of a side have other numbers of rows at a step."""
+    for side in (one, other):
+        counts = side.run.counts.get(at, {})
+        if len({*counts.values()}) > 1:
+            least, most = (f(counts, key=lambda r: counts[r]) for f in (min, max))
+            yield (
+                f"rows: at step {at} rank {least} of {side.name} has fewer rows than "
+                f"rank {most}. The mean of their means then weighs rows unequally: "
+                "weigh each loss by its number of rows or tokens"
+            )
 
 
 def batch_norms(one: Side, other: Side, wrong: Sequence[Row]) -> Iterator[str]:

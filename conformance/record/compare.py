@@ -22,6 +22,7 @@ from .beside import (
     padded_batches,
     precisions,
     shown_later,
+    unequal_shares,
     wider,
 )
 from .differences import KINDS, Row, rows_of_sides, running_statistics
@@ -161,6 +162,7 @@ def _locate(
     wrong = _first_wrong(found.rows)
     at = wrong[0].step if wrong else steps[0]
     found.leads += [*padded_batches(one, other, at), *precisions(one, other)]
+    found.leads += unequal_shares(one, other, at)
     found.leads += changed_between(one, other, names, at - 1)
     every = {**names, **running_statistics(one.run, other.run, names)}
     found.regions = [(r, _region(one, other, every, r)) for r in wrong[:REGIONS]]

@@ -525,6 +525,14 @@ def test_weights_that_one_side_changes_between_steps_are_a_lead() -> None:
     assert not any("between" in each for each in against(leaves(wrong, "b"), one).leads)
 
 
+def test_unequal_shares_of_ranks_are_a_lead() -> None:
+    wrong = changed(run(4), (0, "gradient", "b"), sketch=2 * values(0, "b"))
+    lead = "rows: at step 0 rank 1 of mesh has fewer rows than rank 0. The mean of "
+    for counts, times in (({0: 6, 1: 2}, 1), ({0: 6, 1: 6}, 0)):
+        leads = against(replace(wrong, counts={0: counts})).leads
+        assert sum(each.startswith(lead) for each in leads) == times
+
+
 @pytest.mark.parametrize(
     ("statistics", "unlike", "lead"),
     [
