@@ -11,9 +11,13 @@ import shlex
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import pytest
+from _pytest import main
 from _pytest._code.code import (
     ExceptionChainRepr,
     ReprEntryNative,
@@ -152,6 +156,20 @@ def unconfigure(config: pytest.Config) -> None:
 def protocol(item: pytest.Item, following: pytest.Item | None) -> list[Any]:
     """Run setup, call and teardown of a test; return their reports."""
     return list(runtestprotocol(item, log=False, nextitem=following))
+
+
+def collect_file(session: pytest.Session, file: str) -> None:
+    """Collect the tests of a file, whatever characters its path has.
+
+    In an argument of pytest, `[` and `::` begin the name of a test.
+    """
+    resolve = main.resolve_collection_argument
+
+    def resolved(folder: Path, _: str, *args: Any, **kwargs: Any) -> Any:
+        return replace(resolve(folder, os.sep, *args, **kwargs), path=Path(file))
+
+    with mock.patch.object(main, resolve.__name__, resolved):
+        session.perform_collect([file])
 
 
 @contextmanager

@@ -223,7 +223,7 @@ class RankSession:
         """
         if test.file not in self._items:
             self.plugin.collect_errors.clear()
-            self.session.perform_collect([test.file])
+            internals.collect_file(self.session, test.file)
             if self.plugin.collect_errors:
                 raise HarnessError(
                     f"{test.file} cannot be collected on this rank, and could in the "

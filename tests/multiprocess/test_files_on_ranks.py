@@ -103,6 +103,18 @@ def test_files_outside_of_the_root_folder(
     done.assert_outcomes(passed=2)
 
 
+# regression: h42-4
+@pytest.mark.parametrize("name", ["a[b]", "we[ird] dir ü", "a::b"])
+def test_any_name_of_a_folder(pytester: pytest.Pytester, name: str) -> None:
+    """In an argument of pytest such a name would end at its `[` or `::`."""
+    pytester.makeini("[pytest]")
+    folder = pytester.path / name
+    files(folder, conftest=CONFTEST, **{"test_[it]": HEAD + TEST})
+    files(pytester.path / "plain", conftest=CONFTEST, test_plain=HEAD + TEST)
+    done = pytester.runpytest_inprocess("-q")
+    done.assert_outcomes(passed=2)
+
+
 # regression: H2-A4
 def test_a_file_that_ranks_cannot_import_fails_its_own_test(
     pytester: pytest.Pytester,
