@@ -117,6 +117,10 @@ class Reply:
     """True if the rank has failed and still runs its teardown: another reply
     follows."""
 
+    part: str = ""
+    """Name of a part of the call that raised, such as a subtest, while the call goes
+    on: another reply follows. Empty for other replies."""
+
     reusable: bool = True
     """True if the next call may use the process with its current process group."""
 

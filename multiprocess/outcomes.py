@@ -106,6 +106,10 @@ class Failed:
     followed: bool = False
     """True if this failure is only a consequence of a failure on another rank."""
 
+    part: str = ""
+    """Name of the part of the test that ended here, such as a subtest; the test goes
+    on. Empty if the test itself failed."""
+
 
 class RankState(enum.Enum):
     """How a call ended on one rank."""

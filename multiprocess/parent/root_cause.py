@@ -30,6 +30,9 @@ class Fact:
     """Time of the rank's first failure, before its teardown; None if it reported no
     failure."""
 
+    failed_parts: tuple[Reply, ...] = ()
+    """Parts of the test, such as subtests, that raised although the test went on."""
+
     order: int = 0
     """Number of this fault, from 1, in the order in which several parents reported
     faults. Clocks of different machines cannot be compared. 0 without a fault, or if
@@ -68,6 +71,17 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
     Returns:
         The outcome of each rank, and the rank that failed first (None: all returned).
     """
+    outcomes, root = _evaluate(facts)
+    if root is None or not _waited(outcomes[root], facts[root]):
+        return outcomes, root
+    # A part that raised, such as a subtest, may have left out a collective.
+    return _evaluate(_by_failed_parts(facts))
+
+
+def _evaluate(
+    facts: Sequence[Fact],
+) -> tuple[tuple[RankOutcome, ...], int | None]:
+    """Evaluate one call without regard to parts of the test that raised."""
     first = [observed(fact) for fact in facts]
     lost = [_left_a_wait(fact) for fact in facts]
     waiting = _waiting(first)
@@ -86,6 +100,32 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
             first[root] = replace(first[root], message=message)
     top = first[root]
     return tuple(_as_victim(o, top, lost[o.rank], waiting) for o in first), root
+
+
+def _waited(outcome: RankOutcome, fact: Fact) -> bool:
+    """Return True if a rank failed while it waited for other ranks."""
+    is_hung = outcome.state is RankState.HUNG and not _stopped(outcome)
+    return _left_a_wait(fact) or (is_hung and outcome.place.waits)
+
+
+def _by_failed_parts(facts: Sequence[Fact]) -> list[Fact]:
+    """Return the facts, where each rank ends with its first part that raised.
+
+    Parts that raised on all ranks divide no ranks, so they do not count.
+    """
+    names = [{part.part for part in fact.failed_parts} for fact in facts]
+    on_all = set.intersection(*names)
+    changed = []
+    for fact in facts:
+        own = (p for p in fact.failed_parts if p.part not in on_all)
+        part = next((p for p in own if not p.left_a_wait), None)
+        if part is not None:
+            value = b"" if fact.reply is None else fact.reply.value
+            message = f"in {part.part}: {part.message}"
+            reply = replace(part, value=value, message=message, reusable=False)
+            fact = replace(fact, reply=reply, failed_at_s=part.ended_at_s)
+        changed.append(fact)
+    return changed
 
 
 def outcomes_or_raise(facts: Sequence[Fact]) -> tuple[RankOutcome, ...]:

@@ -82,6 +82,9 @@ class Watch:
         self._failed_at_s: dict[int, float] = {}
         """Rank -> time of its first failure."""
 
+        self._failed_parts: dict[int, list[Reply]] = {}
+        """Rank -> parts of the test, such as subtests, that raised there."""
+
         self._order = 0
         self._left_by: dict[int, int] = {}
         for rank in processes.ranks:
@@ -166,6 +169,9 @@ class Watch:
         for rank in self._processes.ranks:
             while rank.replies:
                 reply = rank.replies.pop(0)
+                if reply.part:
+                    self._failed_parts.setdefault(rank.rank, []).append(reply)
+                    continue
                 if reply.kind is Kind.RAISED:
                     self._failed_at_s.setdefault(rank.rank, reply.ended_at_s)
                 if reply.kind is Kind.BEGUN:
@@ -237,6 +243,7 @@ class Watch:
             exit_code=rank.exit_code,
             ended_at_s=rank.ended_at_s,
             failed_at_s=self._failed_at_s.get(rank.rank),
+            failed_parts=tuple(self._failed_parts.get(rank.rank, ())),
             order=self._order,
             # Not of ranks with a reply: looking at them all takes as long as a call.
             stopped=rank.rank not in self._replies and _is_stopped(rank),

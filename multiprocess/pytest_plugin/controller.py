@@ -12,6 +12,7 @@ import random
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -187,9 +188,11 @@ class ItemRun:
         self._enter("teardown")
 
     def _enter(self, when: str) -> None:
-        __tracebackhide__ = True
-        if when in self._ended:
-            raise self._ended[when]
+        error = self._ended.get(when)
+        # Of a text without a traceback: pytest would report that all of it is hidden.
+        __tracebackhide__ = getattr(error, "pytrace", True)
+        if error is not None:
+            raise error
 
     def _run(self) -> tuple[RankOutcome, ...]:
         following = self._following
@@ -293,21 +296,29 @@ class ItemRun:
             seen: dict[str, int] = {}
             for data in result.subtests:
                 report = _deserialised(config, data)
+                internals.restore_subtest(report, data)
                 report.nodeid, report.location = item.nodeid, item.location
                 report.sections.append(("Rank", str(rank)))
                 name = repr(getattr(report, "context", None))
                 seen[name] = seen.get(name, 0) + 1
                 by_rank.setdefault((name, seen[name]), {})[rank] = report
-        failed, texts = 0, list[str]()
+        failed, texts, shown = 0, list[str](), list[Any]()
         for (name, _), reports in by_rank.items():
             # an expected failure is one, too; of equals the first rank counts
             worst = max(reports.values(), key=lambda r: (r.failed, _has_xfailed(r)))
-            item.ihook.pytest_runtest_logreport(report=worst)
+            shown.append(worst)
             failed += worst.failed
             differ = len({report.outcome for report in reports.values()}) > 1
             if differ and not worst.failed and not _has_xfailed(worst):
                 each = (f"{r.outcome} on rank {rank}" for rank, r in reports.items())
                 texts.append(f"subtest {name}: {', '.join(each)}")
+        capture: Any = config.pluginmanager.get_plugin("capturemanager")
+        # the terminal shows them while the test runs, as in one process
+        with (
+            nullcontext() if capture is None else capture.global_and_fixture_disabled()
+        ):
+            for report in shown:
+                item.ihook.pytest_runtest_logreport(report=report)
         if failed:
             texts = [f"contains {failed} failed subtest{'s' * (failed > 1)}"]
         if texts:

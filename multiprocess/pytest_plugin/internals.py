@@ -264,6 +264,17 @@ def temporary_folder(config: pytest.Config) -> str | None:
         return None
 
 
+def restore_subtest(report: Any, data: Mapping[str, Any]) -> None:
+    """Give a subtest the values that its rank sent; pytest 9 quotes their texts again.
+
+    Args:
+        report: Report made of ``data``; of a subtest or of a test.
+        data: Report as a rank serialised it.
+    """
+    if (context := data.get("_subtest.context")) is not None:
+        object.__setattr__(report.context, "kwargs", context["kwargs"])
+
+
 def chain_of(text: str, item: pytest.Item, headline: str) -> ExceptionChainRepr:
     """Return a failure that is shown as ``text``; ``headline`` is for the summary."""
     path, line, _ = item.location

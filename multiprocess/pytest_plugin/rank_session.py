@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -26,9 +26,7 @@ from ..rank.endings import early_end, name_of, refuse_unrun, torch_skip
 from ..rank.world import current_world
 from . import internals
 from .travelling import Travelling, travelling
-
-if TYPE_CHECKING:
-    from ..rank.global_state import Change
+from .wide_settings import WideSettings
 
 FAIL = "fail"
 """Kind of a phase that failed. Other kinds are those of ``Left``, and "" for passed."""
@@ -393,41 +391,6 @@ def _debug(terminal: str, error: BaseException | None, text: str) -> None:
         debugger.interaction(None, None if error is None else error.__traceback__)
 
 
-class _Wide:
-    """Settings of a fixture with a wider scope than a function."""
-
-    def __init__(self) -> None:
-        self._changes: list[Change] = []
-        self._before: list[Any] = []
-        self._before_its_end: list[Any] | None = None
-
-    def set_up(self) -> None:
-        """Note the settings before the fixture's setup, or before its next part."""
-        from ..rank import global_state
-
-        self._before = global_state.settings()
-
-    def keep(self) -> None:
-        """Keep what the fixture's setup has changed since `set_up`."""
-        from ..rank import global_state
-
-        self._changes += global_state.keep_changes(self._before)
-
-    def begin_to_end(self) -> None:
-        """Note the settings before the fixture's own teardown, which comes next."""
-        from ..rank import global_state
-
-        self._before_its_end = global_state.settings()
-
-    def end(self) -> None:
-        """Keep what the teardown has changed; undo what it has left."""
-        from ..rank import global_state
-
-        if self._before_its_end is not None:
-            global_state.keep_changes(self._before_its_end)
-        global_state.undo_changes(self._changes)
-
-
 class _RankPlugin:
     """Hooks of the session on a rank."""
 
@@ -443,8 +406,8 @@ class _RankPlugin:
         self._errors: dict[int, tuple[object, BaseException]] = {}
         self._latest: tuple[pytest.TestReport, BaseException] | None = None
         """Report and exception of the last phase; None if it passed."""
-        self._wide: dict[int, _Wide] = {}
-        self._in_setup: list[_Wide] = []
+        self._wide: dict[int, WideSettings] = {}
+        self._in_setup: list[WideSettings] = []
         """Fixtures with a wider scope than a function; each requests the next one."""
         self._folders: dict[Path, pytest.Collector] = {}
 
@@ -501,8 +464,18 @@ class _RankPlugin:
         _debug(self._terminal, error, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep a report of a subtest; other reports are not logged on ranks."""
+        """Keep a report of a subtest; other reports are not logged on ranks.
+
+        The parent is told at once of a subtest that raised: its rank may have left out
+        a collective for which other ranks wait.
+        """
         self.subtests.append(report)
+        _, error = self._latest or (None, None)
+        if error is None or isinstance(error, CallEnded):
+            return
+        text = report.longreprtext if report.failed else ""
+        failed = Failed(error, None, traceback=text, part=report.head_line)
+        current_world()._fail(failed)  # noqa: SLF001  # its own world
 
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: object
@@ -621,7 +594,9 @@ class _RankPlugin:
             return value
 
     @contextmanager
-    def _setup_of(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[_Wide | None]:
+    def _setup_of(
+        self, fixturedef: pytest.FixtureDef[Any]
+    ) -> Iterator[WideSettings | None]:
         """Yield the settings of a fixture in its setup; None for a function's scope."""
         if fixturedef.scope == "function":
             yield None
@@ -630,7 +605,7 @@ class _RankPlugin:
         outer = self._in_setup[-1:]
         for each in outer:
             each.keep()
-        wide = _Wide()
+        wide = WideSettings()
         self._in_setup.append(wide)
         wide.set_up()
         try:

@@ -358,7 +358,10 @@ class _Rank:
         self._reply_early(made_reply(Kind.BEGUN))
 
     def _report_failure(self, failed: Failed) -> None:
-        self._reply_early(dataclasses.replace(_returned(failed), tears_down=True))
+        reply = _returned(failed)
+        self._reply_early(
+            dataclasses.replace(reply, tears_down=not failed.part, part=failed.part)
+        )
 
     def _reply_early(self, reply: Reply) -> None:
         if linux.getpid() == self._pid:  # a forked child is no rank

@@ -46,7 +46,8 @@ class World:
     call."""
 
     _fail: Callable[[Failed], None]
-    """Reports a failure to the parent before the teardown."""
+    """Reports a failure of the test to the parent before the teardown, or a failure of
+    one of its parts."""
 
     _trace_crashes: Callable[[], None]
     """Makes faulthandler write the stacks of a crash where the parent reads them."""

@@ -106,7 +106,7 @@ def test_files_outside_of_the_root_folder(
 # regression: h42-4
 @pytest.mark.parametrize("name", ["a[b]", "we[ird] dir ü", "a::b"])
 def test_any_name_of_a_folder(pytester: pytest.Pytester, name: str) -> None:
-    """In an argument of pytest such a name would end at its `[` or `::`."""
+    """An argument of pytest would end at its `[` or `::`."""
     pytester.makeini("[pytest]")
     folder = pytester.path / name
     files(folder, conftest=CONFTEST, **{"test_[it]": HEAD + TEST})

@@ -100,6 +100,53 @@ def test_the_first_fault_is_the_root(
     assert found == root
 
 
+def failed_in(fact: Fact, *parts: str, waited: bool = False) -> Fact:
+    replies = tuple(
+        Reply(
+            kind=Kind.RAISED,
+            ended_at_s=number,
+            error_type="ValueError",
+            message="why",
+            part=part,
+            left_a_wait=waited,
+        )
+        for number, part in enumerate(parts)
+    )
+    return replace(fact, failed_parts=replies)
+
+
+# regression: h42-8
+def test_a_part_that_raised_explains_ranks_that_wait() -> None:
+    waits = hung(0, IN_COLLECTIVE)
+    outcomes, root = outcomes_of([waits, failed_in(ok(1), "a", "b")])
+    assert root == 1
+    assert outcomes[1].headline == "rank 1: raised ValueError: in a: why"
+    assert [outcome.state for outcome in outcomes] == [VICTIM, RAISED]
+    both = failed_in(waits, "a"), failed_in(hung(1, IN_COLLECTIVE), "a", "b")
+    outcomes, root = outcomes_of(both)
+    assert root == 1
+    assert outcomes[1].headline == "rank 1: raised ValueError: in b: why"
+
+
+@pytest.mark.parametrize(
+    ("facts", "root"),
+    [
+        ([ok(0), failed_in(ok(1), "a")], None),
+        ([hung(0), failed_in(ok(1), "a")], 0),
+        ([raised(0, 1.0), failed_in(ok(1), "a")], 0),
+        ([failed_in(hung(0, IN_COLLECTIVE), "a"), failed_in(ok(1), "a")], 0),
+        ([hung(0, IN_COLLECTIVE), failed_in(ok(1), "a", waited=True)], 0),
+    ],
+    ids=["all end", "no wait", "own failure", "on all ranks", "followed"],
+)
+def test_other_parts_that_raised_explain_nothing(
+    facts: list[Fact], root: int | None
+) -> None:
+    outcomes, found = outcomes_of(facts)
+    assert found == root
+    assert outcomes[1].ok
+
+
 def call(rank: int, op: str, number: int = 1) -> Collective:
     return Collective("the default group", number, op, "float32[2]", f"a.py:{rank}")
 
