@@ -86,7 +86,8 @@ def _evaluate(
     lost = [_left_a_wait(fact) for fact in facts]
     waiting = _waiting(first)
     root = _root(first, facts, waiting)
-    if (root is None or root in waiting) and _divided(first):
+    followed = root is None or root in waiting or lost[root]
+    if followed and _divided(first):
         first = [_as_raised(outcome) for outcome in first]
         root = _root(first, facts, waiting)
     if root is None:

@@ -1,15 +1,17 @@
 """Hypothesis on ranks: all draw the same examples, and agree on the result of each.
 
-So every rank gets the same values, and shrinking stays in step.
+So every rank gets the same values, and shrinking stays in step. Ranks that draw
+different values, or run different numbers of examples, fail at once.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import hypothesis
@@ -18,13 +20,16 @@ from hypothesis import stateful
 from hypothesis.errors import StopTest, UnsatisfiedAssumption
 
 from .. import linux
+from ..errors import CallEnded
 from ..outcomes import Place
 from ..rank.endings import early_end, name_of, refuse_unrun
 from ..rank.flight_recorder import placed
 from ..rank.world import World, current_world
-from .internals import SETTINGS
+from .internals import SETTINGS, drawn_choices
 
-_OK, _REJECT, _LEFT, _FAIL = "ok", "reject", "left", "fail"
+_OK, _REJECT, _FAIL = "ok", "reject", "fail"
+_LEFT, _ENDED = "left", "ended"
+"""A rank runs no further example, because it left the test or has run all of them."""
 
 _LOOK_S = 0.0003
 _GRACE_S = 0.3
@@ -47,12 +52,27 @@ class Agreed(Exception):
 class _Unshrunk(BaseException):
     """Ends the search of hypothesis with a failed example that is not shrunk.
 
-    Raised if other ranks do not finish the same example.
+    Raised if other ranks do not finish the same example, or drew other values.
     """
 
     def __init__(self, own: BaseException) -> None:
         super().__init__()
         self.own = own
+
+
+class _Disagreement(Exception):
+    """Ranks drew different values, or disagree on the examples in another way."""
+
+
+class _Answer(NamedTuple):
+    """Result of one example on one rank."""
+
+    how: str
+    origin: str = ""
+    """Key of a failure; empty without one."""
+
+    drawn: str = ""
+    """Hash of the values that the rank drew."""
 
 
 class OtherRankFailed(Exception):
@@ -128,13 +148,26 @@ class Steps:
         # Hypothesis offers this hook for other test runners.
         handle.inner_test = step
         own: BaseException | None = None
+        end = _ENDED
         try:
             yield
+        except CallEnded:  # the parent ends all ranks
+            end = ""
+            raise
         except (Agreed, _Unshrunk) as error:
             own = error.own or OtherRankFailed(str(error))
             for note in getattr(error, "__notes__", []):
                 own.add_note(note)
+            if isinstance(own, _Disagreement):  # its traceback shows only the harness
+                text = "\n".join([str(own), *getattr(own, "__notes__", [])])
+                own = pytest.fail.Exception(text, pytrace=False)
+            end = _LEFT
+        except BaseException:
+            end = _LEFT
+            raise
         finally:
+            if end:
+                self._publish_end(end)
             handle.inner_test = body
             for name in (SETTINGS, _SEED):
                 if name in before:
@@ -158,42 +191,71 @@ class Steps:
             own = error
         except BaseException as error:
             if early_end(error) is not None:
-                self._publish(_LEFT, str(error))
+                self._publish(_Answer(_LEFT))
             raise
         how = _how(own)
-        self._publish(how, _origin(own) if own is not None and how == _FAIL else "")
+        origin = _origin(own) if own is not None and how == _FAIL else ""
+        self._publish(_Answer(how, origin, _hash(drawn_choices())))
         if how == _FAIL and not self._all_there(_GRACE_S):
             assert own is not None
-            shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
-            own.add_note(f"the example, not shrunk since other ranks wait: {shown}")
-            raise _Unshrunk(own)
+            raise _unshrunk(own, kwargs, " since other ranks wait")
         self._all_there(None)
-        self._agree(own, self._answers())
+        self._agree(own, self._answers(), kwargs)
 
     def _agree(
-        self, own: BaseException | None, answers: Sequence[tuple[str, str]]
+        self,
+        own: BaseException | None,
+        answers: Sequence[_Answer],
+        kwargs: dict[str, Any],
     ) -> None:
+        """Raise the exception of an example that did not pass on all ranks."""
         __tracebackhide__ = True
         self._number += 1
-        hows = [how for how, _ in answers]
-        failed = [rank for rank, how in enumerate(hows) if how == _FAIL]
-        if failed:
-            _raise_agreed(answers[failed[0]][1], f"failed on rank {failed}", own)
-        if _LEFT in hows:
-            raise _Unshrunk(OtherRankFailed(f"rank {hows.index(_LEFT)} left the test"))
-        if len(set(hows)) > 1:
-            ranks = [rank for rank, how in enumerate(hows) if how == _REJECT]
-            text = f"the ranks do not agree on an example: ranks {ranks} reject it"
-            _raise_agreed("reject", text, AssertionError(text))
+        ranks_by_how: dict[str, list[int]] = {}
+        for rank, answer in enumerate(answers):
+            ranks_by_how.setdefault(answer.how, []).append(rank)
+        differ = [r for r, a in enumerate(answers) if a.drawn != answers[0].drawn]
+        if failed := ranks_by_how.get(_FAIL):
+            text = f"failed on rank {failed}"
+            if not differ:
+                _raise_agreed(answers[failed[0]].origin, text, own)
+            if own is None or _how(own) != _FAIL:
+                own = OtherRankFailed(f"the example {text}")
+            raise _unshrunk(own, kwargs, " since the ranks drew different values")
+        if left := ranks_by_how.get(_LEFT):
+            raise _Unshrunk(OtherRankFailed(f"rank {left[0]} left the test"))
+        if ended := ranks_by_how.get(_ENDED):
+            raise _Unshrunk(
+                _Disagreement(
+                    f"the ranks run different numbers of examples: rank {ended} has "
+                    "run all of its examples, and this rank ran another one"
+                )
+            )
+        drew = f"rank {differ} drew other values for an example than rank 0"
+        if len(ranks_by_how) > 1:
+            rejects = ranks_by_how[_REJECT]
+            text = f"the ranks do not agree on an example: ranks {rejects} reject it"
+            if not differ:
+                _raise_agreed("reject", text, _Disagreement(text))
+            raise _unshrunk(_Disagreement(f"{text}, and {drew}"), kwargs)
+        if differ:
+            text = f"{drew}: every rank must draw the same values in the same order"
+            raise _unshrunk(_Disagreement(text), kwargs)
         if own is not None:
             raise own
 
     def _key(self, rank: int) -> str:
         return f"example/{self._number}/{rank}"
 
-    def _publish(self, how: str, origin: str) -> None:
-        answer = json.dumps([how, origin])
-        self._world.store.set(self._key(self._world.rank), answer)
+    def _publish(self, answer: _Answer) -> None:
+        self._world.store.set(self._key(self._world.rank), json.dumps(answer))
+
+    def _publish_end(self, how: str) -> None:
+        """Publish that this rank runs no further example of this test."""
+        # the answer to an example that other ranks did not finish stays
+        if not self._world.store.check([self._key(self._world.rank)]):
+            self._publish(_Answer(how))
+        self._number += 1
 
     def _all_there(self, limit_s: float | None) -> bool:
         keys = [self._key(rank) for rank in range(self._world.world_size)]
@@ -206,10 +268,10 @@ class Steps:
                 linux.sleep(_LOOK_S)
         return True
 
-    def _answers(self) -> list[tuple[str, str]]:
+    def _answers(self) -> list[_Answer]:
         world: World = self._world
         values = [world.store.get(self._key(rank)) for rank in range(world.world_size)]
-        return [(how, origin) for how, origin in map(json.loads, values)]
+        return [_Answer(*json.loads(value)) for value in values]
 
 
 def _how(error: BaseException | None) -> str:
@@ -226,6 +288,18 @@ def _origin(error: BaseException) -> str:
         trace = trace.tb_next
     where = "" if trace is None else f"{trace.tb_frame.f_code.co_filename}"
     return f"{name_of(type(error))} {where}:{0 if trace is None else trace.tb_lineno}"
+
+
+def _hash(choices: object) -> str:
+    text = repr(choices).encode("utf-8", "backslashreplace")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _unshrunk(own: BaseException, kwargs: dict[str, Any], why: str = "") -> _Unshrunk:
+    """Return what ends the search; a note of ``own`` shows the example."""
+    shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+    own.add_note(f"the example, not shrunk{why}: {shown}")
+    return _Unshrunk(own)
 
 
 _kinds: dict[str, type[Agreed]] = {}

@@ -34,6 +34,15 @@ SETTINGS = "_hypothesis_internal_use_settings"
 """Attribute of a test that holds its hypothesis settings; there is no public name."""
 
 
+def drawn_choices() -> object:
+    """Return the choices that hypothesis made so far for the running example."""
+    from hypothesis.control import current_build_context
+
+    data: Any = current_build_context().data
+    # an `@example` has neither; older versions have a buffer of bytes only
+    return getattr(data, "choices", None) or bytes(getattr(data, "buffer", b""))
+
+
 def configure(config: pytest.Config) -> None:
     """Configure the plugins of a session."""
     config._do_configure()

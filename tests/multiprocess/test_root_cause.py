@@ -76,6 +76,7 @@ def reported(fact: Fact, order: int) -> Fact:
         ([left(0), left(1, "XFailed")], [RAISED, RAISED], 0),
         ([left(0), hung(1, IN_COLLECTIVE)], [RAISED, VICTIM], 0),
         ([left(0), hung(1)], [OK, HUNG], 1),
+        ([left(0), raised(1, 1.0, waited=True)], [RAISED, VICTIM], 0),
         ([left(0), raised(1, 1.0)], [OK, RAISED], 1),
         ([ended(0, 2.0, 1), ended(1, 1.0, 1)], [EXITED, EXITED], 1),
         ([hung(0, DONE), hung(1)], [VICTIM, HUNG], 1),
