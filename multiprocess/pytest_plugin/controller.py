@@ -42,6 +42,8 @@ from .travelling import is_plain
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()
 
+_NO_TERMINAL = "no debugger: the standard input of pytest is not a terminal"
+
 _PHASES = ("setup", "call", "teardown")
 
 _FOLLOWED = (RankState.OK, RankState.VICTIM)
@@ -387,8 +389,12 @@ def complete(
 ) -> None:
     """Complete the report of a test that ran on ranks."""
     run = item.stash.get(_RUN, None)
-    if run is not None:
-        run.complete(call, report)
+    if run is None:
+        return
+    run.complete(call, report)
+    if report.failed and item.config.getoption("usepdb", False):
+        if _session_order(item.config).terminal is None:
+            report.sections.append(("--pdb", _NO_TERMINAL))
 
 
 def shows_live(config: pytest.Config) -> bool:

@@ -264,3 +264,19 @@ def test_{0}(names):
     pytester.makepyfile(test_b=body.format("b"))
     done = session(body.format("a"), "test_b.py")
     assert "2 passed in" in done.stdout, done.stdout
+
+
+# regression: h42-9
+def test_pdb_without_a_terminal_says_why_it_does_not_open(session: Session) -> None:
+    test = """
+@pytest.mark.world(2)
+def test_fails(world):
+    assert world.rank == 0
+
+@pytest.mark.world(2)
+def test_passes(world):
+    pass
+"""
+    says = "no debugger: the standard input of pytest is not a terminal"
+    assert session(test, "--pdb").stdout.count(says) == 1
+    assert says not in session(test).stdout
