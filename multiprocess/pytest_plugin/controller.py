@@ -41,6 +41,8 @@ from .travelling import is_plain
 
 _RUN: pytest.StashKey[ItemRun] = pytest.StashKey()
 _SESSION = pytest.StashKey[SessionOrder]()
+_REFUSED = pytest.StashKey[BaseException]()
+"""Error of a test that no rank can run."""
 
 _NO_TERMINAL = "no debugger: the standard input of pytest is not a terminal"
 
@@ -76,12 +78,20 @@ Other options are passed on, and do no harm: plugins treat a rank like a worker 
 pytest-xdist, and a rank keeps even the tests that plugins deselect."""
 
 
-def refuse(item: pytest.Item) -> None:
-    """Fail a marked test that no rank can run."""
-    if reason := unsupported():
-        pytest.fail(reason, pytrace=False)
-    if refusal := unrunnable(item.name, getattr(item, "obj", None)):
-        pytest.fail(refusal, pytrace=False)
+def refuse(item: pytest.Item, wrong_marker: str) -> None:
+    """Fail a marked test that no rank can run, also if its failure is expected.
+
+    Args:
+        item: The test.
+        wrong_marker: Why its marker is wrong; empty if the marker is right.
+    """
+    __tracebackhide__ = True
+    refusal = unsupported() or unrunnable(item.nodeid, getattr(item, "obj", None))
+    if wrong_marker and not refusal:
+        refusal = f"{item.nodeid}: {wrong_marker}"
+    if refusal:
+        error = item.stash[_REFUSED] = pytest.fail.Exception(refusal, pytrace=False)
+        raise error
 
 
 def preload_session(config: pytest.Config) -> None:
@@ -388,6 +398,11 @@ def complete(
     item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
     """Complete the report of a test that ran on ranks."""
+    if call.excinfo is not None and call.excinfo.value is item.stash.get(
+        _REFUSED, None
+    ):
+        internals.apply_expectation(item, report, is_expected=False)
+        return
     run = item.stash.get(_RUN, None)
     if run is None:
         return

@@ -22,7 +22,6 @@ from .settings import (
     defaults_of,
     settings_of,
     sizes_of,
-    spec_of,
     world_of,
 )
 
@@ -106,18 +105,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     markers = _markers(metafunc.definition)
     if not markers:
         return
-    from ..rank.endings import unrunnable
-
-    name = metafunc.definition.nodeid
-    if refusal := unrunnable(name, metafunc.function):
-        raise pytest.fail.Exception(refusal, pytrace=False)
     try:
-        settings = settings_of(markers)
-        sizes = sizes_of(settings)
-        for size in sizes:
-            spec_of(size, settings, metafunc.config.stash[_DEFAULTS])
-    except (TypeError, ValueError) as error:
-        raise pytest.fail.Exception(f"{name}: {error}", pytrace=False) from None
+        sizes = sizes_of(settings_of(markers))
+    except (TypeError, ValueError):
+        return  # the test's setup reports it; other tests of the file run
     if "world" not in metafunc.fixturenames:
         # The test need not have this argument: its size is a parameter in any case.
         metafunc.fixturenames.append("world")
@@ -189,18 +180,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         _runner(item.config).report_late()
 
 
-@pytest.hookimpl(tryfirst=True)
+# After pytest has evaluated `skip`, and before any fixture is set up.
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a marked test that no rank can run; skip it if there are too few ranks."""
     if _on_ranks(item):
         from .controller import refuse
         from .internals import skip_at_item
 
-        refuse(item)
         wanted = _wanted(item)
-        if isinstance(wanted, str):
-            pytest.fail(f"{item.nodeid}: {wanted}", pytrace=False)
-        if wanted.too_small:
+        refuse(item, wanted if isinstance(wanted, str) else "")
+        if isinstance(wanted, Wanted) and wanted.too_small:
             skip_at_item(wanted.too_small)
 
 

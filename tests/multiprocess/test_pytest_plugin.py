@@ -235,16 +235,30 @@ def test_innocent(world):
         ('"most"', 'world_size must be an int or "all"'),
     ],
 )
-def test_a_wrong_marker_is_a_collection_error(
+def test_a_wrong_marker_fails_its_test_alone(
     session: Session, marker: str, says: str
 ) -> None:
+    """Other tests of the file run, and an expected failure is another one."""
     done = session(f"""
+@pytest.mark.xfail
 @pytest.mark.world({marker})
 def test_it(world):
     pass
+
+@pytest.mark.world([0, 1])
+def test_sizes(world):
+    pass
+
+@pytest.mark.skip
+@pytest.mark.world({marker})
+def test_skipped(world):
+    pass
 """)
-    assert done.returncode == 2
-    assert "test_it.py::test_it: " in done.stdout and says in done.stdout
+    assert "1 passed, 1 skipped, 2 errors" in done.stdout
+    # with an id before pytest 8.4
+    assert re.search(r"^test_it\.py::test_it(\[\w+\])?: ", done.stdout, re.MULTILINE)
+    assert says in done.stdout
+    assert "test_it.py::test_sizes[world0]: world_size must be at least" in done.stdout
     assert "plugin.py" not in done.stdout  # no line of ours
     assert "During handling" not in done.stdout
 
