@@ -124,6 +124,11 @@ class Reply:
     reusable: bool = True
     """True if the next call may use the process with its current process group."""
 
+    @property
+    def is_last(self) -> bool:
+        """True if no other reply to the same message follows."""
+        return self.kind is not Kind.BEGUN and not (self.part or self.tears_down)
+
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
     """cloudpickle's pickler, except that code keeps the name of its file.

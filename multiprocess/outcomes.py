@@ -147,6 +147,10 @@ class RankOutcome:
     """Return value of the function (``OK`` only), a ``Left``, or the ``value`` of a
     ``Failed``."""
 
+    late: Any = None
+    """Value of a rank that was ended because another rank failed: how its teardown
+    ended."""
+
     exception: BaseException | None = None
     """Exception object, if it could be pickled."""
 

@@ -186,6 +186,11 @@ class RankProcess:
         return self.exit_code is None
 
     @property
+    def last_reply(self) -> messages.Reply | None:
+        """Reply that ends the call, among those not evaluated yet; or None."""
+        return next((reply for reply in self.replies if reply.is_last), None)
+
+    @property
     def fds(self) -> tuple[int, ...]:
         """Descriptors to read; see [Note: Descriptors of a rank]."""
         return self.sock.fileno(), self.exit_fd, self.output.fd, self.stacks.fd
@@ -440,7 +445,8 @@ class RankProcesses:
                 rank.signal(signal.SIGKILL)
 
         def all_answered() -> bool:
-            for rank in [r for r in left if r.replies or r.channel.closed]:
+            ended = [r for r in left if r.last_reply or r.channel.closed]
+            for rank in ended:
                 rank.signal(signal.SIGKILL)
                 left.remove(rank)
             return not left

@@ -33,6 +33,9 @@ class Fact:
     failed_parts: tuple[Reply, ...] = ()
     """Parts of the test, such as subtests, that raised although the test went on."""
 
+    late: Reply | None = None
+    """Reply of a rank that was ended with the call, after its teardown."""
+
     order: int = 0
     """Number of this fault, from 1, in the order in which several parents reported
     faults. Clocks of different machines cannot be compared. 0 without a fault, or if
@@ -190,6 +193,9 @@ def observed(fact: Fact) -> RankOutcome:
         collectives=fact.collectives,
         ended_at_s=fact.ended_at_s,
     )
+    if fact.late is not None and fact.late.value:
+        with suppress(Exception, SystemExit):
+            blank = replace(blank, late=pickle.loads(fact.late.value))
     if fact.reply is not None and fact.answered:
         return _answered(blank, fact.reply)
     code = fact.exit_code

@@ -114,9 +114,13 @@ class Watch:
                 stuck = {fact.rank for fact in facts if fact.place.waits}
                 left = [rank for rank in left if rank.rank not in stuck]
             self._processes.end_call(left, self._grace_s)
-            # Keep the facts, and add what teardown wrote.
+            # Keep the facts, and add what teardown wrote and returned.
             facts = [
-                replace(fact, output=fact.output + self._text(rank.output))
+                replace(
+                    fact,
+                    output=fact.output + self._text(rank.output),
+                    late=rank.last_reply,
+                )
                 for rank, fact in zip(self._processes.ranks, facts, strict=True)
             ]
         return tuple(facts)

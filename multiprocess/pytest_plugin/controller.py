@@ -231,7 +231,8 @@ class ItemRun:
             (o, o.value) for o in self._outcomes if isinstance(o.value, ItemResult)
         ]
         self._take_reports(results)
-        self._take_subtests([(o.rank, r) for o, r in results])
+        late = [(o, o.late) for o in self._outcomes if isinstance(o.late, ItemResult)]
+        self._take_subtests([(o.rank, r) for o, r in (*results, *late)])
         self._take_warnings([result for _, result in results])
         # A rank without a result has died or hangs, so ranks ended differently.
         all_ended = all(map(_is_torn_down, self._outcomes))
@@ -253,12 +254,18 @@ class ItemRun:
             failed = [
                 (o, p) for o, p in phases if p.kind == FAIL and o.state not in _FOLLOWED
             ]
+            if when == "teardown":
+                failed += _own_teardowns_of_victims(self._outcomes)
             if self._is_expected(p for _, p in failed):
                 self._expected.add(when)
             if self.failure is not None and when == self.failed_in:
                 self._ended[when] = _for_pytest(self.failure)
             elif failed:
-                reports = dict(self._reports[when])
+                reports = dict(self._reports.get(when, ()))
+                for o, p in failed:
+                    if o.rank not in reports:  # of a rank that was ended
+                        report = _deserialised(self._item.config, p.report)
+                        reports[o.rank] = report
                 text = "\n".join(
                     f"rank {o.rank}: {_cause(reports[o.rank])}"
                     f"{reports[o.rank].longreprtext}"
@@ -506,6 +513,18 @@ def _is_fault(outcome: RankOutcome) -> bool:
 def _is_torn_down(outcome: RankOutcome) -> bool:
     result = outcome.value
     return isinstance(result, ItemResult) and result.phase("teardown") is not None
+
+
+def _own_teardowns_of_victims(
+    outcomes: Iterable[RankOutcome],
+) -> Iterator[tuple[RankOutcome, Phase]]:
+    """Yield teardowns that failed by themselves after another rank's failure."""
+    for outcome in outcomes:
+        for result in (outcome.value, outcome.late):
+            if outcome.state is RankState.VICTIM and isinstance(result, ItemResult):
+                phase = result.phase("teardown")
+                if phase is not None and phase.kind == FAIL and not phase.followed:
+                    yield outcome, phase
 
 
 def _death(outcome: RankOutcome) -> str:

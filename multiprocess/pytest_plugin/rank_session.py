@@ -106,6 +106,9 @@ class Phase(Left):
     is_expected: bool
     """True if the phase failed, and the test's ``xfail`` mark accepts the exception."""
 
+    followed: bool
+    """True if the phase failed only because another rank failed."""
+
 
 @dataclass(frozen=True)
 class ItemResult(Left):
@@ -298,6 +301,13 @@ class RankSession:
         internals.unconfigure(self.config)
 
 
+def _is_followed(error: BaseException | None) -> bool:
+    from ..rank.flight_recorder import left_a_wait
+
+    own = getattr(error, _FOLLOWED, False) or isinstance(error, CallEnded)
+    return own or left_a_wait(error)
+
+
 def _failed(error: BaseException, report: Any, result: ItemResult) -> Failed:
     followed = getattr(error, _FOLLOWED, False)
     # A failure of another rank has its traceback on that rank.
@@ -469,9 +479,11 @@ class _RankPlugin:
         The parent is told at once of a subtest that raised: its rank may have left out
         a collective for which other ranks wait.
         """
-        self.subtests.append(report)
         _, error = self._latest or (None, None)
-        if error is None or isinstance(error, CallEnded):
+        if isinstance(error, CallEnded):
+            return  # it is ended with the test
+        self.subtests.append(report)
+        if error is None:
             return
         text = report.longreprtext if report.failed else ""
         failed = Failed(error, None, traceback=text, part=report.head_line)
@@ -646,4 +658,5 @@ class _RankPlugin:
             when=report.when,
             report=serialised(item.config, report),
             is_expected=left is _FAILED and internals.expects(item, self.error(report)),
+            followed=_is_followed(error),
         )

@@ -159,7 +159,7 @@ def test_a_failure_has_precedence_over_skips_before_and_after_it() -> None:
 
 def test_the_phase_that_failed_first_is_known() -> None:
     phases = tuple(
-        Phase(when=when, kind=kind, name="", reason="", report={}, is_expected=False)
+        Phase(kind, "", "", when=when, report={}, is_expected=False, followed=False)
         for when, kind in (("setup", ""), ("call", "skip"), ("teardown", FAIL))
     )
     assert ItemResult("", "", "", phases).failed == "teardown"
