@@ -44,11 +44,12 @@ def test_expected(world, server):
     fail_or_wait(world)
 """)
     assert "2 failed, 2 xfailed, 2 errors" in done.stdout
-    assert "FAILED test_it.py::test_it - rank 1: raised ValueError: boo" in done.stdout
-    assert "FAILED test_it.py::test_answers - rank 0: raised ValueError:" in done.stdout
+    out = done.stdout.replace("[world2]", "")  # an id before pytest 8.4
+    assert "FAILED test_it.py::test_it - rank 1: raised ValueError: boo" in out
+    assert "FAILED test_it.py::test_answers - rank 0: raised ValueError:" in out
     for rank, name in enumerate(("test_it", "test_answers")):
-        error = f"Failed: rank {rank}: KeyError: 'of the teardown'"
-        assert f"ERROR test_it.py::{name} - {error}" in done.stdout
+        assert f"ERROR test_it.py::{name} - Failed: rank {rank}: KeyError: " in out
+        assert f"\nrank {rank}: KeyError: 'of the teardown'\n" in out
 
 
 # regression: h28-18
