@@ -128,16 +128,26 @@ def clipped(
 
 
 def unequal_shares(one: Side, other: Side, at: int) -> Iterator[str]:
-    """Yield a lead if ranks of a side have other numbers of rows at a step."""
-    for side in (one, other):
-        counts = side.run.counts.get(at, {})
-        if len({*counts.values()}) > 1:
-            least, most = (f(counts, key=lambda r: counts[r]) for f in (min, max))
-            yield (
-                f"rows: at step {at} rank {least} of {side.name} has fewer rows than "
-                f"rank {most}. The mean of their means then weighs rows unequally: "
-                "weigh each loss by its number of rows or tokens"
-            )
+    """Yield a lead if forwards of a side have other numbers of rows, or of labels.
+
+    Nothing is said if both sides have the same numbers.
+    """
+    shares = [side.run.shares.get(at, ()) for side in (one, other)]
+    if shares[0] == shares[1]:
+        return
+    for side, calls in zip((one, other), shares, strict=True):
+        # of inputs those with ignored numbers are labels
+        columns = [*zip(*calls, strict=False)]
+        labels = [columns[n] for n in range(1, len(columns), 2) if any(columns[n + 1])]
+        for what, counts in (("rows", columns[:1]), ("labels that count", labels)):
+            unequal = [each for each in counts if len({*each}) > 1]
+            for each in unequal[:1]:
+                yield (
+                    f"{what}: at step {at} a forward of {side.name} has {min(each)} to "
+                    f"{max(each)}. A mean of their means weighs them unequally: divide "
+                    "each sum by the count of the whole batch"
+                )
+                return
 
 
 def batch_norms(one: Side, other: Side, wrong: Sequence[Row]) -> Iterator[str]:

@@ -154,6 +154,9 @@ class Recording(msgspec.Struct):
     bags: dict[int, list[Any]] = {}
     """Step -> for each call of the model: a hash of each input, whatever the order of
     its elements."""
+    shares: dict[int, list[Any]] = {}
+    """Step -> for each call of the model: the number of rows, and for each integer
+    input how many numbers count as labels, and how many do not."""
     losses: dict[int, list[Any]] = {}
     drew: set[int] = set()
     """Steps whose forward drew random numbers."""
@@ -176,7 +179,7 @@ class Recording(msgspec.Struct):
     def forget_rows(self) -> None:
         """Drop the digests and sums of rows, and the losses, of all steps."""
         rows = self.rows, self.rows_of_floats, self.unpadded, self.sums_of_rows
-        for by_step in (*rows, self.bags, self.losses):
+        for by_step in (*rows, self.bags, self.shares, self.losses):
             by_step.clear()
         self.received.clear()
 
@@ -194,6 +197,7 @@ class _Header(msgspec.Struct):
     sums_of_rows: dict[int, list[list[list[float | None]]]]
     rows_of_blocks: dict[int, list[list[int]]]
     bags: dict[int, list[list[int]]]
+    shares: dict[int, list[list[int]]]
     losses: dict[int, list[float | None]]
     drew: list[int]
     received: list[int]
@@ -242,6 +246,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         sums_of_rows=_listed(recording.sums_of_rows),
         rows_of_blocks=_listed(recording.rows_of_blocks),
         bags=recording.bags,
+        shares=recording.shares,
         losses={step: [*losses] for step, losses in recording.losses.items()},
         drew=sorted(recording.drew),
         received=sorted(recording.received),
@@ -349,6 +354,7 @@ def _read(path: Path) -> Recording:
         sums_of_rows=dict(header.sums_of_rows),
         rows_of_blocks=dict(header.rows_of_blocks),
         bags=dict(header.bags),
+        shares=dict(header.shares),
         losses={
             step: [_number(loss) for loss in losses]
             for step, losses in header.losses.items()

@@ -265,6 +265,8 @@ class Run:
     """Step -> a hash of all elements of each input; equal rows of ranks count once."""
     has_tokens: bool
     """True if rows are rows of tokens."""
+    shares: Mapping[int, Sequence[Sequence[int]]]
+    """Step -> for each call of the model on any rank: see ``Recording.shares``."""
     losses: Mapping[int, float]
     """Step -> mean loss over ranks and micro-batches, if the model returns a loss."""
     drew: frozenset[int]
@@ -434,6 +436,12 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         sums=by_row((r.rows_of_floats, r.sums_of_rows) for r in ranks.values()),
         repeated=repeated_rows(ranks, inputs),
         bags=bags_of_inputs(ranks, inputs),
+        shares={
+            step: sorted(
+                each for r in ranks.values() for each in r.shares.get(step, ())
+            )
+            for step in inputs
+        },
         has_tokens=any(recording.rows for recording in ranks.values()),
         losses=_losses(ranks.values()),
         drew=frozenset(step for r in ranks.values() for step in r.drew),

@@ -540,10 +540,9 @@ class Recorder:
                 out.tensors[f"0/{at}/{kind}/0/{name}"] = Stored.of(box, sums)
         for number, final in self.finals:
             out.tensors.update(final.stored(number, self.steps.stop))
-        out.bags = {
-            step: [list(map(int, bags)) for bags in calls]
-            for step, calls in out.bags.items()
-        }
+        for by_step in (out.bags, out.shares):
+            for calls in by_step.values():
+                calls[:] = [[*map(int, numbers)] for numbers in calls]
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
     def _end(self) -> None:

@@ -38,6 +38,8 @@ NEAR = 0.02
 """Largest difference of a sum between rows that differ by rounding only, relative to
 the norm of the row. A bf16 forward causes half of this. Sums of different rows differ
 by as much as the norm."""
+IGNORED = -100
+"""Label that torch's cross entropy leaves out by default."""
 PIECE = 1 << 18
 """Number of elements that are mixed at once: their copies stay in the cache."""
 MOST = 4096
@@ -56,6 +58,8 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
         out.received.add(step)
     if bags := bags_of(inputs):
         out.bags.setdefault(step, []).append(bags)
+    if rows := tokens or floats:
+        out.shares.setdefault(step, []).append([len(rows[0]), *_labels_of(inputs)])
     for rows_by_step, rows in (
         (out.rows, tokens),
         (out.rows_of_floats, floats),
@@ -66,6 +70,15 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
             calls = rows_by_step.setdefault(step, [])
             calls.extend(each[:MOST] for each in rows)
     return tokens or floats
+
+
+def _labels_of(values: Iterable[Any]) -> list[int | Tensor]:
+    """Return two counts for each integer input: other numbers than IGNORED, and it."""
+    counts = list[int | Tensor]()
+    for rows in _flat(values, False):
+        ignored = (rows == IGNORED).sum()
+        counts += [rows.numel() - ignored, ignored]
+    return counts
 
 
 def bags_of(values: Iterable[Any]) -> list[Tensor]:

@@ -53,6 +53,7 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
         unpadded={},
         sums={},
         bags={},
+        shares={},
         has_tokens=False,
         losses={},
         drew=frozenset(),

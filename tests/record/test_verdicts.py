@@ -525,12 +525,25 @@ def test_weights_that_one_side_changes_between_steps_are_a_lead() -> None:
     assert not any("between" in each for each in against(leaves(wrong, "b"), one).leads)
 
 
-def test_unequal_shares_of_ranks_are_a_lead() -> None:
+@pytest.mark.parametrize(
+    ("shares", "lead"),
+    [
+        ([[2, 10, 4], [3, 15, 6]], "rows: at step 0 a forward of mesh has 2 to 3. A"),
+        ([[2, 14, 0, 9, 5], [2, 14, 0, 11, 3]], "labels that count: at step 0 a forw"),
+        ([[2, 10, 0], [2, 14, 0]], ""),  # one of them is padded more
+        ([[2, 9, 5], [2, 9, 5]], ""),
+        ([[4, 20, 8]], ""),
+    ],
+)
+def test_unequal_shares_are_a_lead(shares: list[list[int]], lead: str) -> None:
     wrong = changed(run(4), (0, "gradient", "b"), sketch=2 * values(0, "b"))
-    lead = "rows: at step 0 rank 1 of mesh has fewer rows than rank 0. The mean of "
-    for counts, times in (({0: 6, 1: 2}, 1), ({0: 6, 1: 6}, 0)):
-        leads = against(replace(wrong, counts={0: counts})).leads
-        assert sum(each.startswith(lead) for each in leads) == times
+    leads = against(replace(wrong, shares={0: shares})).leads
+    assert [each[: len(lead)] for each in leads if " to " in each] == [lead] * bool(
+        lead
+    )
+    one = replace(ONE, run=replace(ONE.run, shares={0: shares}))
+    leads = against(replace(wrong, shares={0: shares}), one).leads
+    assert not [each for each in leads if "mean of their means" in each]
 
 
 @pytest.mark.parametrize(
