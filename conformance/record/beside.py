@@ -17,6 +17,7 @@ from .merge import Run, Side
 __all__ = [
     "batch_norms",
     "clipped",
+    "factor_of_a_count",
     "late",
     "left_out",
     "losses",
@@ -28,6 +29,8 @@ __all__ = [
     "wider",
 ]
 
+COUNT = 1e-3
+"""Largest relative difference of a factor from a number of ranks or forwards."""
 CLIPPED = 1e-4
 """Largest relative difference of norms that clipping made equal; torch's clipping adds
 1e-6 to a norm."""
@@ -146,6 +149,40 @@ def unequal_shares(one: Side, other: Side, at: int) -> Iterator[str]:
                     f"{what}: at step {at} a forward of {side.name} has {min(each)} to "
                     f"{max(each)}. A mean of their means weighs them unequally: divide "
                     "each sum by the count of the whole batch"
+                )
+                return
+
+
+def factor_of_a_count(
+    one: Side, other: Side, names: Mapping[str, str], at: int
+) -> Iterator[str]:
+    """Yield a lead if the factor of all gradients is a number of ranks or forwards.
+
+    Args:
+        one: the reference.
+        other: the side to check.
+        names: name on the first side -> name on the second one.
+        at: step at which all gradients have one factor.
+    """
+    norms = [
+        (mine.norm, its.norm)
+        for name, partner in names.items()
+        if (mine := one.run.tensors.get((at, "gradient", name))) is not None
+        if (its := other.run.tensors.get((at, "gradient", partner))) is not None
+    ]
+    first, second = max(norms)
+    factor = second / first
+    times = max(factor, 1 / factor) if second else math.inf
+    for side in (other, one):
+        ranks, calls = side.run.ranks, len(side.run.shares.get(at, ()))
+        for count, what in ((ranks, "ranks"), (calls // ranks, "forwards in a step")):
+            if count > 1 and abs(times / count - 1) <= COUNT:
+                share, why = "", "does one side add up what the other one averages"
+                if factor < 1:
+                    share, why = "1 / ", "does one side average twice, or a part"
+                yield (
+                    f"the factor is {share}{count}, and {side.name} has {count} "
+                    f"{what}: {why}?"
                 )
                 return
 

@@ -15,6 +15,7 @@ from ..status import counted
 from .beside import (
     batch_norms,
     clipped,
+    factor_of_a_count,
     late,
     left_out,
     losses,
@@ -177,6 +178,7 @@ def _locate(
         return
     found.leads += batch_norms(one, other, wrong)
     factor = _one_factor(one.run, found.rows, at)
+    found.leads += factor_of_a_count(one, other, names, at) if factor else []
     is_update = bool(wrong) and all(row.kind != "gradient" for row in wrong)
     found.blocks, where = where_it_begins(
         one, other, at, factor, is_update=is_update, is_first=at == steps[0]

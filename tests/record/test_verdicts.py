@@ -547,6 +547,31 @@ def test_unequal_shares_are_a_lead(shares: list[list[int]], lead: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("factor", "ranks", "forwards", "lead"),
+    [
+        (2, 2, 0, "the factor is 2, and mesh has 2 ranks: does one side add up"),
+        (
+            0.25,
+            4,
+            0,
+            "the factor is 1 / 4, and mesh has 4 ranks: does one side average",
+        ),
+        (3, 1, 3, "the factor is 3, and mesh has 3 forwards in a step: does one"),
+        (3, 2, 0, ""),
+        (0, 2, 0, ""),
+    ],
+)
+def test_a_factor_that_is_a_number_of_ranks_or_forwards_is_told(
+    factor: float, ranks: int, forwards: int, lead: str
+) -> None:
+    other = replace(run(4), ranks=ranks, shares={0: [[1]] * forwards})
+    for name in NAMES:
+        other = changed(other, (0, "gradient", name), sketch=factor * values(0, name))
+    leads = [each for each in against(other).leads if "the factor is" in each]
+    assert [each[: len(lead)] for each in leads] == [lead] * bool(lead)
+
+
+@pytest.mark.parametrize(
     ("statistics", "unlike", "lead"),
     [
         (2.0, (), "batch norms: n.running_mean differs, too. They normalise the rows"),
