@@ -11,7 +11,7 @@ from statistics import median
 from ..status import counted
 from .differences import COARSE, Row, rows_of_sides
 from .equal import listed
-from .kept import BUFFER, IDLE, RUNNING
+from .kept import BUFFER, IDLE
 from .merge import Run, Side
 
 __all__ = [
@@ -197,7 +197,9 @@ def batch_norms(one: Side, other: Side, wrong: Sequence[Row]) -> Iterator[str]:
     """
     for side in (one, other):
         keys = (key for key in side.run.replicas if key[1] == BUFFER)
-        if name := next((n for _, _, n in keys if n.endswith(RUNNING)), ""):
+        tensors = side.run.tensors
+        names = (key[2] for key in keys if tensors[key].sketch is not None)
+        if name := next(names, ""):
             yield (
                 f"batch norms: ranks of {side.name} have different {name}: each "
                 "normalises its own rows. One process must do the same, in one forward "

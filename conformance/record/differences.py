@@ -26,7 +26,8 @@ all runs, and in all recorded steps before.
 A step of training does not use the running statistics of a batch norm, so no gradient
 shows whether they are right. They are compared if all ranks of a side have the same.
 Noise may miss them, as those of the inputs. So their noise is at least the relative
-noise of the median gradient.
+noise of the median gradient. A mean may be near 0, as that of standardised inputs. Its
+noise is relative to the spread of the inputs, too.
 
 [Note: Bounds of updates]
 The bound of an update also allows one unit in the last place of each weight: two nudged
@@ -45,7 +46,7 @@ from statistics import median
 import numpy as np
 
 from ..status import counted
-from .kept import BUFFER, IDLE, RUNNING
+from .kept import BUFFER, IDLE
 from .merge import Run, Side, Whole
 
 __all__ = [
@@ -180,7 +181,10 @@ def rows_of_sides(
                 is_update = kind in UPDATES and both
                 if is_update and least.get("gradient", 0.0) > COARSE:
                     distance = _without_flips(mine, theirs)
-                noise = max(worst[kind, name], size * least[kind])
+                scale = size
+                if kind == BUFFER:  # see [Note: Running statistics]
+                    scale = math.hypot(size, _spread_of(one.run, step, name))
+                noise = max(worst[kind, name], scale * least[kind])
                 bound = FACTOR * noise
                 if is_update:  # see [Note: Bounds of updates]
                     bound = max(bound, math.sqrt(max(mine.square, theirs.square)))
@@ -203,11 +207,13 @@ def running_statistics(
     The weight of a batch norm pairs it with that of the other side. One without a
     weight is paired by its name, if all weights keep theirs.
     """
-    mine, its = (
-        {n for _, kind, n in run.tensors if kind == BUFFER and n.endswith(RUNNING)}
-        - {n for _, kind, n in run.replicas if kind == BUFFER}
-        for run in (one, other)
-    )
+
+    def statistics(run: Run) -> set[str]:
+        buffers = [(k[2], each) for k, each in run.tensors.items() if k[1] == BUFFER]
+        unlike = {name for name, each in buffers if each.unlike}
+        return {name for name, each in buffers if each.sketch is not None} - unlike
+
+    mine, its = statistics(one), statistics(other)
     are_same = all(name == partner for name, partner in names.items())
     pairs = dict[str, str]()
     for name in sorted(mine):
@@ -220,6 +226,15 @@ def running_statistics(
         if partner in its:
             pairs[name] = partner
     return pairs
+
+
+def _spread_of(run: Run, step: int, name: str) -> float:
+    """Return a limit of the norm of the standard deviations beside a running mean."""
+    beside = name.removesuffix("mean") + "var" if name.endswith("mean") else ""
+    variances = run.tensors.get((step, BUFFER, beside))
+    if variances is None or not math.isfinite(variances.largest):
+        return 0.0
+    return math.sqrt(variances.size * variances.largest)
 
 
 def _idle_alike(

@@ -32,7 +32,6 @@ __all__ = [
     "GRID",
     "IDLE",
     "RESULT",
-    "RUNNING",
     "SLOTS",
     "Batch",
     "Box",
@@ -63,9 +62,6 @@ KEYS_BYTES = 1 << 29
 _32 = 0xFFFFFFFF
 BUFFER = "buffer"
 """Kind of the buffers of a model; they have no optimizer."""
-RUNNING = ("running_mean", "running_var")
-"""Ends of the names of running statistics, as torch's batch norms keep them. They are
-compared, as their meaning is known; other buffers only to the bit."""
 IDLE = "idle update"
 """Kind of an update of those elements whose gradient is zero."""
 RESULT = "weight after the step"

@@ -48,6 +48,11 @@ WRAPPERS = frozenset(
 """Name components added by wrappers: DDP, compile, FSDP1, activation checkpointing."""
 
 
+NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+STATISTICS = "running_mean", "running_var"
+"""Buffers of ``NORMS`` that are compared. They follow from the rows of a forward as its
+output does. That is not known of other buffers: those of an ``InstanceNorm`` differ
+with the number of micro-batches, and its outputs do not."""
 UNNAMED = "parameter "
 """Prefix of the name of a parameter that is in no module; its index follows."""
 Places = Callable[[str, nn.Parameter], tuple[str, Sequence[int], Sequence[int]] | None]
@@ -209,20 +214,24 @@ class Roots:
             for parameter in module.parameters():
                 self.name_of(parameter)
 
-    def buffers(self) -> Iterator[tuple[str, Tensor, Box]]:
-        """Yield name, local tensor and box of each saved buffer of the called models.
+    def buffers(self) -> Iterator[tuple[str, Tensor, Box, bool]]:
+        """Yield the saved buffers of the called models.
 
         A buffer is left out if its layout is hidden, or its numbers have no plain bits.
+
+        Yields:
+            name, local tensor, box, and true for a running statistic of a batch norm.
         """
         for number, module in enumerate(self.called, 1):
             end = "" if number == 1 else f" (model {number})"
-            for name, buffer in buffers_of(module):
+            for name, buffer, owner in buffers_of(module):
+                is_statistic = isinstance(owner, NORMS) and name.endswith(STATISTICS)
                 if buffer.is_nested:
                     continue
                 with suppress(HiddenLayoutError):
                     local, box = place(buffer)
                     if has_plain_bits(local) and local.dtype != torch.bool:
-                        yield bare(name) + end, local, box
+                        yield bare(name) + end, local, box, is_statistic
 
     def name_of(self, parameter: Tensor) -> str | None:
         """Return the name of a parameter in the job, or None if no module has it.

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from .files import Call, Settings, Stored, copied
-from .kept import BUFFER, IDLE, RESULT, RUNNING, Box, Sums, Wanted
+from .kept import BUFFER, IDLE, RESULT, Box, Sums, Wanted
 from .parts import Part, Roots, parts_of, place
 from .torch_internals import version_of
 
@@ -79,9 +79,9 @@ class State:
                     wanted[f"state.{key}", part.key] = Wanted(
                         local, box, only_bits=True
                     )
-        for name, local, box in roots.buffers() if buffers else ():
-            is_running = name.endswith(RUNNING) and local.is_floating_point()
-            wanted[BUFFER, f"0/{name}"] = Wanted(local, box, only_bits=not is_running)
+        for name, local, box, is_statistic in roots.buffers() if buffers else ():
+            only_bits = not is_statistic
+            wanted[BUFFER, f"0/{name}"] = Wanted(local, box, only_bits=only_bits)
         return cls(parts, Sums(wanted))
 
     def stored(self, number: int, step: int) -> Iterator[tuple[str, Stored]]:

@@ -28,15 +28,18 @@ def children_of(module: nn.Module) -> Iterable[nn.Module | None]:
     return children.values()
 
 
-def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and buffers of a module's ``state_dict``, without calling that.
+def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Yield the buffers of a module's ``state_dict``, without calling that.
 
     On a sharded model the call may need all ranks.
+
+    Yields:
+        name, buffer, and the module that holds it.
     """
     for path, each in module.named_modules():
         for name, buffer in each._buffers.items():
             if buffer is not None and name not in each._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+                yield f"{path}.{name}" if path else name, buffer, each
 
 
 def around_compiled(
