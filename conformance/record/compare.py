@@ -237,6 +237,9 @@ def _obstacles(
         for text in other_again(side, steps):
             yield NOT_COMPARABLE, text
     for _, text in replicas:
+        if len(steps) == 1:  # those before the step were told above
+            later = "The job may make them equal after the step: record 2 steps"
+            yield UNDECIDED, f"{text}. {later}"
         yield DIFFERENT, text
     for text in lacking(one, other, names, steps):
         yield DIFFERENT, text

@@ -47,7 +47,8 @@ import numpy as np
 
 from ..status import counted
 from .kept import BUFFER, IDLE
-from .merge import Run, Side, Whole
+from .merge import Run, Side
+from .whole import Whole
 
 __all__ = [
     "COARSE",

@@ -18,8 +18,9 @@ from .compare import (
 from .differences import UPDATES
 from .equal import listed, no_step, other_inputs, step_on_ranks
 from .kept import BUFFER, RESULT
-from .merge import Key, Run
+from .merge import Run
 from .modules import GRADIENT, OUTPUT
+from .whole import Key
 
 __all__ = ["compare_exactly"]
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from gradparity.conformance.record.compare import Comparison, Side, compare
-from gradparity.conformance.record.merge import Run, Whole
+from gradparity.conformance.record.merge import Run
+from gradparity.conformance.record.whole import Whole
 
 SIZE = 16
 NAMES = ("a", "b", "c")

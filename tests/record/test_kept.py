@@ -22,11 +22,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.conformance.record import kept, weights
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
-from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import Roots, parts_of, place
 from gradparity.conformance.record.rows import NEAR as NEAR_ROW
 from gradparity.conformance.record.rows import bags_of, rows_of, sums_of, unpadded_of
 from gradparity.conformance.record.weights import NEAR, nudge
+from gradparity.conformance.record.whole import Whole, merge
 from gradparity.multiprocess import Cluster, current_world
 
 SHAPES = [(), (1,), (5,), (7, 3), (64, 40), (33, 70), (4, 6, 100)]

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from gradparity.conformance.record.batches import WORD
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import SLOTS, Box, keep_values
-from gradparity.conformance.record.merge import _merge_outputs
 from gradparity.conformance.record.modules import GRADIENT, OUTPUT, Blocks, blocks_of
 from gradparity.conformance.record.rows import rows_of
+from gradparity.conformance.record.whole import merge_outputs
 from gradparity.multiprocess import Cluster
 
 LINEAR = nn.Linear(2, 2)
@@ -110,7 +110,7 @@ def test_rows_add_up_in_any_order_and_on_any_rank(order: str) -> None:
         places = torch.randperm(8, generator=torch.Generator().manual_seed(1))
         words, values = words[places], values[places]
     parts = [(n, stored(values[n::2], words[n::2])) for n in range(2)]
-    merged = _merge_outputs(parts, {n: of(words[n::2]) for n in range(2)})
+    merged = merge_outputs(parts, {n: of(words[n::2]) for n in range(2)})
     assert merged.is_whole and merged.shape == (8, 6, 4)
     assert merged.digest == whole.digest % WORD
     assert merged.sketch is not None and whole.sketch is not None
@@ -122,24 +122,24 @@ def test_ranks_with_the_same_rows_hold_replicas_or_parts_of_known_places() -> No
     words, values = drawn()
     rows = dict.fromkeys(range(2), of(words))
     one = stored(values, words)
-    assert _merge_outputs([(0, one), (1, one)], rows).digest == one.digest % WORD
+    assert merge_outputs([(0, one), (1, one)], rows).digest == one.digest % WORD
     halves = [
         (n, stored(half, words, Box((8, 6, 4), (0, 3 * n, 0), (8, 3, 4))))
         for n, half in enumerate(values.chunk(2, dim=1))
     ]
-    both = _merge_outputs(halves, rows)
+    both = merge_outputs(halves, rows)
     assert both.is_whole and both.digest == one.digest % WORD
-    assert not _merge_outputs(halves[:1], rows).is_whole
+    assert not merge_outputs(halves[:1], rows).is_whole
     # pieces of an unknown place look like replicas with other bits
     pieces = [(n, stored(half, words)) for n, half in enumerate(values.chunk(2, dim=1))]
-    assert not _merge_outputs(pieces, rows).is_whole
+    assert not merge_outputs(pieces, rows).is_whole
 
 
 def test_what_some_rows_lack_is_not_whole() -> None:
     words, values = drawn()
     parts = [(0, stored(values[:4], words[:4]))]
     rows = {0: of(words[:4]), 1: of(words[4:])}
-    assert not _merge_outputs(parts, rows).is_whole
+    assert not merge_outputs(parts, rows).is_whole
 
 
 class Twice(nn.Module):
@@ -238,7 +238,7 @@ def test_a_block_with_the_same_output_for_other_rows_has_no_rows() -> None:
     rows = {rank: of(part) for rank, part in enumerate((one, other))}
     for name, is_whole in (("words", True), ("places", False)):
         parts = [(rank, each[0, OUTPUT, name]) for rank, each in enumerate(of_ranks)]
-        assert _merge_outputs(parts, rows).is_whole == is_whole
+        assert merge_outputs(parts, rows).is_whole == is_whole
 
 
 class Learned(nn.Module):
@@ -329,7 +329,7 @@ def test_a_batch_in_a_dtensor_has_the_rows_of_this_rank(
     assert len(whole) == 6
     for key, alone in whole.items():
         parts = [(rank, kept[key]) for rank, (kept, _) in enumerate(ranks)]
-        merged = _merge_outputs(parts, rows)
+        merged = merge_outputs(parts, rows)
         assert merged.is_whole and merged.shape == alone.place.shape, key
         assert merged.sketch is not None
         assert abs(merged.sketch - alone.sketch).max() < 1e-6, key

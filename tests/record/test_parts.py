@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 from gradparity.benchmarks.validation import foreign
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, keep_values
-from gradparity.conformance.record.merge import Whole, merge
 from gradparity.conformance.record.parts import (
     HiddenLayoutError,
     Part,
@@ -27,6 +26,7 @@ from gradparity.conformance.record.parts import (
     parts_of,
 )
 from gradparity.conformance.record.weights import begin_from, nudge, write_start
+from gradparity.conformance.record.whole import Whole, merge
 from gradparity.tests.record.megatron_stage import (
     LAYERS,
     Stage,

@@ -1,0 +1,142 @@
+"""The gradients by which a job steps, where replicas have others.
+
+Ranks that hold replicas may compute other gradients, and have equal weights when the
+next step begins:
+
+- An optimizer sums or averages gradients in its own step, or the job averages weights
+  after each step. The mean of all gradients counts.
+- The job sends the weights of one rank to all, such as those of the rank that has the
+  sum of all gradients. Then the gradients of this rank, a leader, count.
+
+A leader is known by its result: it has the same bits after its step and when the next
+one begins, and other ranks do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+from .files import Stored
+from .kept import IDLE, RESULT
+from .whole import Key, Whole, merge
+
+__all__ = ["gradients_that_count"]
+
+Ranks = tuple[int, ...]
+Parts = Mapping[Key, Sequence[tuple[int, Stored]]]
+"""Rank and numbers of each part of a tensor."""
+
+
+def gradients_that_count(
+    whole: dict[Key, Whole],
+    parts: Mapping[Key, Sequence[tuple[int, Stored]]],
+    last: int,
+) -> tuple[list[str], dict[str, Ranks]]:
+    """Put the gradients that count into ``whole``, for replicas that have others.
+
+    Weights after step ``last`` are read inside of it, before the job makes them equal.
+    In a job that made most of its weights equal after each step before, those that
+    differ between ranks are removed.
+
+    Args:
+        whole: merged tensors, which are changed.
+        parts: numbers of each rank.
+        last: number of the last recorded step.
+
+    Returns:
+        Names of the removed weights, and the leaders of each parameter.
+    """
+    equal, apart = dict[int, list[str]](), set[str]()
+    for at, what, name in sorted(key for key, each in whole.items() if each.unlike):
+        before, after = (whole.get((s, "weight", name)) for s in (at, at + 1))
+        if what != "gradient" or before is None or after is None:
+            continue
+        if after.unlike and at < last:
+            apart.add(name)
+        # a step that moved nothing does not show how gradients are summed
+        if not after.unlike and before.digest != after.digest:
+            equal.setdefault(at, []).append(name)
+    by_name: dict[str, set[Ranks | None]] = {}
+    for (at, name), leaders in _leaders_of_job(parts, equal).items():
+        _merge_again(whole, parts, (at, name), leaders)
+        by_name.setdefault(name, set()).add(leaders)
+    always = {name: next(iter(s)) for name, s in by_name.items() if len(s) == 1}
+    told = {name: leaders for name, leaders in always.items() if leaders}
+    every = {name for _, kind, name in whole if kind == "weight"}
+    if apart or 2 * len({*chain(*equal.values())}) <= len(every):
+        return [], told
+    ends = ((name, whole.get((last + 1, "weight", name))) for name in every)
+    early = sorted(name for name, end in ends if end is not None and end.unlike)
+    for name in early:
+        del whole[last + 1, "weight", name]
+        if (last, "gradient", name) in whole:
+            leaders = always.get(name) if name in by_name else ()
+            _merge_again(whole, parts, (last, name), leaders)
+    return early, told
+
+
+def _leaders_of_job(
+    parts: Parts, names_by_step: Mapping[int, Sequence[str]]
+) -> dict[tuple[int, str], Ranks | None]:
+    """Return the leaders by step and name; none where the mean of all ranks counts.
+
+    The mean counts for all if one parameter has no leader: in few bits the mean of
+    another one may be the result of one rank by chance. By chance all ranks may also
+    have one result, as in the first step of Adam. Then the leaders of all other
+    parameters lead, and None is returned if there are none.
+    """
+    every = {
+        (step, name): _leaders(parts, step, name)
+        for step, names in names_by_step.items()
+        for name in names
+    }
+    known = [leaders for leaders in every.values() if leaders is not None]
+    if not known or not all(known):
+        return dict.fromkeys(every, ())
+    common = tuple(sorted(set(known[0]).intersection(*known))) or None
+    return {key: leaders or common for key, leaders in every.items()}
+
+
+def _leaders(parts: Parts, step: int, name: str) -> Ranks | None:
+    """Return the ranks whose result of a step other ranks have taken over.
+
+    Returns None if all ranks have kept their result, and no ranks if an element has no
+    leader.
+    """
+    results = parts.get((step, RESULT, name), ())
+    after = dict(parts.get((step + 1, "weight", name), ()))
+    leaders = {r: p for r, p in results if r in after and after[r].digest == p.digest}
+    if len(leaders) == len(results):
+        return None
+    places = ({each.place for each in of} for of in (leaders.values(), after.values()))
+    return tuple(leaders) if len({*map(frozenset, places)}) == 1 else ()
+
+
+def _merge_again(
+    whole: dict[Key, Whole],
+    parts: Parts,
+    which: tuple[int, str],
+    leaders: Ranks | None,
+) -> None:
+    """Merge the gradient and the update of a parameter again.
+
+    Args:
+        whole: merged tensors, which are changed.
+        parts: numbers of each rank.
+        which: step and name of the parameter.
+        leaders: ranks that count; none: the mean of all. None: it is not known which
+            ones count, and nothing is compared.
+    """
+    step, name = which
+    kinds: tuple[str, ...] = ("gradient", "update", IDLE, RESULT)
+    if leaders is None:
+        del whole[step, "gradient", name]
+    if not leaders:  # the step's weights were gradients before the sum
+        for kind in ("update", IDLE):
+            whole.pop((step, kind, name), None)
+        kinds = () if leaders is None else ("gradient",)
+    for kind in kinds:
+        every = parts.get((step, kind, name), ())
+        if of_ranks := [each for each in every if not leaders or each[0] in leaders]:
+            whole[step, kind, name] = merge(of_ranks, averages=not leaders)
