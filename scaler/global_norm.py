@@ -186,10 +186,10 @@ def grads_by_mesh(
         record.places = None if is_plain else places
     if holders is not None:
         sets = holders.of(with_gradients(optimizer))
-        told = _told_apart(places, locals_, sets, only_identified)
+        identified = _told_apart(places, locals_, sets, only_identified)
         # Unidentified gradients may be one part too many for a row. Then the row sends
         # all gradients as unidentified, and the ranks identify them before they clip.
-        places = told if len(told.kinds) <= MESHES else places
+        places = identified if len(identified.kinds) <= MESHES else places
     by_mesh.kinds = places.kinds
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks: tuple[int, ...] = (rank,)

@@ -298,8 +298,10 @@ class SyncResult:
             self.was_read = True
             rows = Rows(table.cpu())
             self.lags = self.row.pending > rows.lowest.pending
-            self.ahead = self.row.batch - rows.lowest.batch
-            self.is_apart = rows.highest.batch > rows.lowest.batch
+            # ranks that all raise in one call are at one batch, whichever have scaled
+            same = rows.lowest.failed and rows.highest.call == rows.lowest.call
+            self.ahead = 0.0 if same else self.row.batch - rows.lowest.batch
+            self.is_apart = not same and rows.highest.batch > rows.lowest.batch
             self.is_refused = bool(rows.lowest.failed and rows.lowest.refuses)
             if rows.highest.failed:
                 calls = enumerate(rows.column("call"))

@@ -46,11 +46,23 @@ def _steps(recording: Recording) -> set[int]:
 
 
 def _with_data(ranks: Mapping[int, Recording], step: int) -> dict[int, Recording]:
-    """Return the ranks whose model got data at a step, and not activations."""
+    """Return the ranks whose model got data at a step, and not activations.
+
+    A rank with the parameters of another one is no later stage: a job may compute
+    gradients of some ranks' data.
+    """
     rows = {rank: each for rank, each in ranks.items() if step in _steps(each)}
     tokens = {rank: each for rank, each in rows.items() if step in each.rows}
-    data = {rank: each for rank, each in rows.items() if step not in each.received}
-    return tokens or data or rows
+    if tokens or not any(step in each.received for each in rows.values()):
+        return tokens or rows
+    data = [_trained(each) for each in rows.values() if step not in each.received]
+    return {r: each for r, each in rows.items() if _trained(each) in data} or rows
+
+
+def _trained(recording: Recording) -> set[str]:
+    """Return the names of the parameters that a rank trains."""
+    keys = (key.split("/", 4) for key in recording.tensors)
+    return {name for _, _, kind, _, name in keys if kind == "weight"}
 
 
 def by_row(

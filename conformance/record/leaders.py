@@ -62,10 +62,10 @@ def gradients_that_count(
         _merge_again(whole, parts, (at, name), leaders)
         by_name.setdefault(name, set()).add(leaders)
     always = {name: next(iter(s)) for name, s in by_name.items() if len(s) == 1}
-    told = {name: leaders for name, leaders in always.items() if leaders}
+    leaders_by_name = {name: leaders for name, leaders in always.items() if leaders}
     every = {name for _, kind, name in whole if kind == "weight"}
     if apart or 2 * len({*chain(*equal.values())}) <= len(every):
-        return [], told
+        return [], leaders_by_name
     ends = ((name, whole.get((last + 1, "weight", name))) for name in every)
     early = sorted(name for name, end in ends if end is not None and end.unlike)
     for name in early:
@@ -73,7 +73,7 @@ def gradients_that_count(
         if (last, "gradient", name) in whole:
             leaders = always.get(name) if name in by_name else ()
             _merge_again(whole, parts, (last, name), leaders)
-    return early, told
+    return early, leaders_by_name
 
 
 def _leaders_of_job(
@@ -91,10 +91,10 @@ def _leaders_of_job(
         for step, names in names_by_step.items()
         for name in names
     }
-    known = [leaders for leaders in every.values() if leaders is not None]
-    if not known or not all(known):
+    sets = [leaders for leaders in every.values() if leaders is not None]
+    if not sets or not all(sets):
         return dict.fromkeys(every, ())
-    common = tuple(sorted(set(known[0]).intersection(*known))) or None
+    common = tuple(sorted(set(sets[0]).intersection(*sets))) or None
     return {key: leaders or common for key, leaders in every.items()}
 
 

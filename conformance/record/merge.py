@@ -157,10 +157,12 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
                 scale = scales.get((int(optimizer), int(step)))
                 stored.sketch = stored.sketch / np.float32(scale or 1.0)
             parts.setdefault((int(step), kind, name), []).append((rank, stored))
+    steps = {step for step, kind, _ in parts if kind in (OUTPUT, GRADIENT)}
+    rows_by_step = {step: rows_of_blocks(ranks, step) for step in steps}
     whole = {
         key: merge(each)
         if key[1] not in (OUTPUT, GRADIENT)
-        else merge_outputs(each, rows_of_blocks(ranks, key[0]))
+        else merge_outputs(each, rows_by_step[key[0]])
         for key, each in parts.items()
     }
     for which, each in whole.items():

@@ -477,19 +477,27 @@ def test_rows_that_a_sampler_repeats_are_counted(
     assert merged.bags[0][0] == sum(map(sum, tables))
 
 
-@pytest.mark.parametrize("received", [True, False])
+@pytest.mark.parametrize(
+    ("received", "names", "expected"),
+    [
+        (False, "ab", {0}),
+        (True, "ab", {0, 1}),  # the job computes gradients of its inputs
+        (False, "aa", {0, 1}),  # of those of one rank alone
+    ],
+)
 def test_activations_of_a_later_stage_are_no_rows(
-    received: bool, tmp_path: Path
+    received: bool, names: str, expected: set[int], tmp_path: Path
 ) -> None:
-    """A job may compute gradients of its inputs: then all ranks have such inputs."""
-    for rank in range(2):
-        recording = Recording(world_size=2)
+    box = Box((2,), (0,), (2,))
+    part = Stored.of(box, keep_values(torch.ones(2), box))
+    for rank, name in enumerate(names):
+        tensors = {f"0/0/{kind}/0/{name}": part for kind in ("weight", "gradient")}
+        recording = Recording(world_size=2, tensors=tensors)
         x = torch.full((3, 2), float(rank), requires_grad=received or rank == 1)
         keep_rows(recording, 0, [x])
         recording.bags, recording.rows_of_blocks = {}, {0: [torch.tensor([rank])]}
         write_rank(tmp_path, rank, recording)
     ranks = dict(read_run(tmp_path))
-    expected = {0, 1} if received else {0}
     assert inputs_of(ranks)[0].keys() == rows_of_blocks(ranks, 0).keys() == expected
     assert len(read_merged(tmp_path).rows[0]) == len(expected)
 

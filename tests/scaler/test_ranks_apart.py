@@ -221,6 +221,36 @@ def test_ranks_stay_together_after_a_forgotten_update(
     assert trained(two, acting(how, run)) == [expected] * 2
 
 
+# regression: only ranks that had scaled were taken for one batch ahead
+@pytest.mark.parametrize("how_wrong", ["forgets update", "updates twice"])
+@HOW
+def test_a_mistake_of_all_ranks_leaves_them_together(
+    two: Cluster, how_wrong: str, how: str
+) -> None:
+    """Only the last stage of a pipeline scales."""
+
+    def run() -> tuple[int, Any]:
+        train, raised = Training(), 0
+        for batch in range(6):
+            train.backward()
+            if dist.get_rank() == 0:
+                train.scaler._sync.has_scaled = False
+            try:
+                right(train)
+                if how_wrong == "updates twice" or batch != 2:
+                    train.scaler.update()
+                if how_wrong == "updates twice" and batch == 2:
+                    train.scaler.update(-1.0)
+            except ERRORS:
+                raised += 1
+                if how_wrong == "forgets update":
+                    train.scaler.update()
+        return raised, train.steps()[0]
+
+    first, second = trained(two, acting(how, run))
+    assert first == second == (1, 5.0 if how_wrong == "forgets update" else 6.0)
+
+
 @pytest.mark.parametrize("mistake", [stepped_twice, unscaled_late, wrong_scale])
 def test_a_late_mistake_in_the_first_batch_drops_it_on_all_ranks(
     two: Cluster, mistake: Any
