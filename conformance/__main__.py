@@ -376,7 +376,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     for path in both:
         if path.is_dir():
             raise UsageError(
-                f"{path} is a folder, and the other side is a file: give two "
+                f"{path}: is a folder, and the other side is a file. Give two "
                 "recordings, which are folders, or two reports, which are files"
             )
     from .report.compare import compare

@@ -91,7 +91,7 @@ def refuse(item: pytest.Item, wrong_marker: str) -> None:
         refusal = f"{item.nodeid}: {wrong_marker}"
     if refusal:
         error = item.stash[_REFUSED] = pytest.fail.Exception(refusal, pytrace=False)
-        raise error
+        raise error from None  # nothing that happened before is the cause
 
 
 def preload_session(config: pytest.Config) -> None:

@@ -82,7 +82,7 @@ FAULTY_CASE = "fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3"
         (["compare", "a", "b", "--html", "/dev/null"], "is a file, expected a folder"),
         (
             ["compare", "/dev", "/proc/version"],
-            "is a folder, and the other side is a file",
+            ": is a folder, and the other side is a",
         ),
         (["record", "x", "--start", "/no", "--", "x"], "--start /no: no such run"),
         (["replay", FAULTY_CASE, "--script", "/dev"], "expected a file"),
