@@ -57,6 +57,8 @@ CHUNKS = {"cpu": 1 << 17}
 cache of a core; with chunks 32 times as large the work takes 5 to 9 times as long."""
 CHUNK = 1 << 22
 """Number of elements processed at once on other devices: temporaries below 200 MB."""
+SHARE = 1e-5
+"""Largest relative rounding of a division, as seen in a sketch."""
 KEYS_BYTES = 1 << 29
 """Size of the cache of keys; one step uses the same keys five times."""
 _32 = 0xFFFFFFFF
@@ -132,6 +134,13 @@ class Kept:
             self.sketch + other.sketch,
             torch.stack([a + x, torch.maximum(b, y), c + z]),
         )
+
+    def is_share_of(self, whole: Kept, by: float) -> bool:
+        """Return True if these are the numbers of a tensor that was divided."""
+        if self.sketch is None or whole.sketch is None or not by:
+            return False
+        least = SHARE * float(whole.sketch.abs().max())
+        return torch.allclose(self.sketch * by, whole.sketch, SHARE, least)
 
     def divided(self, by: float) -> Kept:
         """Return the numbers of a weighted reading whose factors are divided."""

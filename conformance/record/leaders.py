@@ -29,9 +29,7 @@ Parts = Mapping[Key, Sequence[tuple[int, Stored]]]
 
 
 def gradients_that_count(
-    whole: dict[Key, Whole],
-    parts: Mapping[Key, Sequence[tuple[int, Stored]]],
-    last: int,
+    whole: dict[Key, Whole], parts: Parts, last: int
 ) -> tuple[list[str], dict[str, Ranks]]:
     """Put the gradients that count into ``whole``, for replicas that have others.
 

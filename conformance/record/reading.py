@@ -170,7 +170,8 @@ class Step:
             gradient, box, version = self.gradients[part.key]
             wanted |= _weighted("after", part, gradient)
             if version is None or version != version_of(gradient):
-                wanted["again", part.key] = Wanted(gradient, box, only_bits=True)
+                only_bits = self.call.scale is None
+                wanted["again", part.key] = Wanted(gradient, box, only_bits=only_bits)
             wanted[RESULT, part.key] = Wanted(part.weight, part.box, only_bits=True)
         self.after = Sums(wanted)
         self.gradients.clear()
@@ -191,11 +192,12 @@ class Step:
             yield f"{number}/{step}/{RESULT}/{part}", result
             first = kept["gradient", part]
             again = after.get(("again", part), first)
-            is_same = torch.equal(again.digest, first.digest)
-            if not is_same and not self.call.scale:
-                continue  # something has changed the gradient
-            # a fused kernel divides gradients by the scale, in place
-            scale = 1.0 if is_same else float(self.call.scale)
+            scale = 1.0
+            if not torch.equal(again.digest, first.digest):
+                # a fused kernel divides gradients by the scale, in place
+                scale = float(self.call.scale or 0.0)
+                if not again.is_share_of(first, scale):
+                    continue  # something else has changed the gradient
             for end, kind in _UPDATES.items():
                 before = kept[f"before{end}", part]
                 if kind != IDLE:

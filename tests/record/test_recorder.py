@@ -649,11 +649,14 @@ def test_an_update_is_recorded_if_a_kernel_overwrites_gradients(
     assert updates[0].any()
 
 
+@pytest.mark.parametrize("fused", [False, True])
 def test_no_update_is_recorded_if_the_job_changes_gradients_in_a_step(
-    tmp_path: Path,
+    tmp_path: Path, fused: bool
 ) -> None:
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)
+    if fused:  # its kernel divides the gradients, too
+        optimizer.grad_scale = torch.tensor([8.0])  # type: ignore[attr-defined]  # as torch's scaler does
 
     def empties(optimizer: Any, *_: Any) -> None:
         optimizer.zero_grad(set_to_none=False)
