@@ -25,9 +25,10 @@ all runs, and in all recorded steps before.
 [Note: Running statistics]
 A step of training does not use the running statistics of a batch norm, so no gradient
 shows whether they are right. They are compared if all ranks of a side have the same.
-Noise may miss them, as those of the inputs. So their noise is at least the relative
-noise of the median gradient. A mean may be near 0, as that of standardised inputs. Its
-noise is relative to the spread of the inputs, too.
+Nudged weights do not move statistics of the inputs, which then show no noise. So the
+relative noise of a statistic is at least that of the median gradient. The mean of
+standardised inputs is near 0. So the noise of a mean is relative to its norm and to the
+standard deviations together.
 
 [Note: Bounds of updates]
 The bound of an update also allows one unit in the last place of each weight: two nudged
@@ -142,7 +143,8 @@ def rows_of_sides(
     """
     worst: dict[tuple[str, str], float] = {}
     idle = {*names}
-    names = {**names, **running_statistics(one.run, other.run, names)}
+    if BUFFER in kinds:
+        names = {**names, **running_statistics(one.run, other.run, names)}
     units = [
         {name: ROUNDING[dtype] for name, dtype in run.in_16_bits.items()}
         for run in (one.run, other.run)

@@ -5,8 +5,8 @@ next step begins:
 
 - An optimizer sums or averages gradients in its own step, or the job averages weights
   after each step. The mean of all gradients counts.
-- The job sends the weights of one rank to all, such as those of the rank that has the
-  sum of all gradients. Then the gradients of this rank, a leader, count.
+- One rank sends its weights to all others, for example the rank that summed the
+  gradients. Then only the gradients of this rank, the leader, count.
 
 A leader is known by its result: it has the same bits after its step and when the next
 one begins, and other ranks do not.
@@ -45,24 +45,24 @@ def gradients_that_count(
     Returns:
         Names of the removed weights, and the leaders of each parameter.
     """
-    equal, apart = dict[int, list[str]](), set[str]()
+    equal_by_step, unequal = dict[int, list[str]](), set[str]()
     for at, what, name in sorted(key for key, each in whole.items() if each.unlike):
         before, after = (whole.get((s, "weight", name)) for s in (at, at + 1))
         if what != "gradient" or before is None or after is None:
             continue
         if after.unlike and at < last:
-            apart.add(name)
+            unequal.add(name)
         # a step that moved nothing does not show how gradients are summed
         if not after.unlike and before.digest != after.digest:
-            equal.setdefault(at, []).append(name)
+            equal_by_step.setdefault(at, []).append(name)
     by_name: dict[str, set[Ranks | None]] = {}
-    for (at, name), leaders in _leaders_of_job(parts, equal).items():
+    for (at, name), leaders in _leaders_of_job(parts, equal_by_step).items():
         _merge_again(whole, parts, (at, name), leaders)
         by_name.setdefault(name, set()).add(leaders)
     always = {name: next(iter(s)) for name, s in by_name.items() if len(s) == 1}
     leaders_by_name = {name: leaders for name, leaders in always.items() if leaders}
     every = {name for _, kind, name in whole if kind == "weight"}
-    if apart or 2 * len({*chain(*equal.values())}) <= len(every):
+    if unequal or 2 * len({*chain(*equal_by_step.values())}) <= len(every):
         return [], leaders_by_name
     ends = ((name, whole.get((last + 1, "weight", name))) for name in every)
     early = sorted(name for name, end in ends if end is not None and end.unlike)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import pytest
 
@@ -26,7 +26,9 @@ from ..rank.endings import early_end, name_of, refuse_unrun, torch_skip
 from ..rank.world import current_world
 from . import internals
 from .travelling import Travelling, travelling
-from .wide_settings import WideSettings
+
+if TYPE_CHECKING:
+    from ..rank.global_state import WideSettings
 
 FAIL = "fail"
 """Kind of a phase that failed. Other kinds are those of ``Left``, and "" for passed."""
@@ -613,6 +615,8 @@ class _RankPlugin:
         if fixturedef.scope == "function":
             yield None
             return
+        from ..rank.global_state import WideSettings
+
         # what a fixture changes that another one requests by name is not the other's
         outer = self._in_setup[-1:]
         for each in outer:

@@ -273,3 +273,30 @@ def _restore_environment(env: dict[str, str]) -> None:
 
 def _restore_streams(streams: tuple[object, object]) -> None:
     sys.stdout, sys.stderr = streams
+
+
+class WideSettings:
+    """Settings of a fixture with a wider scope than a function."""
+
+    def __init__(self) -> None:
+        self._changes: list[Change] = []
+        self._before: list[Any] = []
+        self._before_its_end: list[Any] | None = None
+
+    def set_up(self) -> None:
+        """Note the settings before the fixture's setup, or before its next part."""
+        self._before = settings()
+
+    def keep(self) -> None:
+        """Keep what the fixture's setup has changed since `set_up`."""
+        self._changes += keep_changes(self._before)
+
+    def begin_to_end(self) -> None:
+        """Note the settings before the fixture's own teardown, which comes next."""
+        self._before_its_end = settings()
+
+    def end(self) -> None:
+        """Keep what the teardown has changed; undo what it has left."""
+        if self._before_its_end is not None:
+            keep_changes(self._before_its_end)
+        undo_changes(self._changes)
