@@ -11,7 +11,7 @@ from statistics import median
 from ..status import counted
 from .differences import COARSE, Row, rows_of_sides
 from .equal import listed
-from .kept import BUFFER, IDLE
+from .kept import BUFFER, IDLE, RESULT
 from .merge import Run, Side
 
 __all__ = [
@@ -278,6 +278,11 @@ def left_out(
                 )
             elif not gradient.is_finite:
                 why = "because they are not finite on both sides"
+            elif _is_of_unknown_ranks(other, step, names[name]):
+                why = (
+                    "because ranks of the other side have other gradients, and which "
+                    "ones count is not known"
+                )
             else:
                 why = "because elements were not recorded on both sides"
             absent.setdefault(why, []).append((step, name))
@@ -353,6 +358,12 @@ def left_out(
     for side in (one, other):
         if side.notes:
             yield f"the recorder noted: {side.notes[0]}"
+
+
+def _is_of_unknown_ranks(side: Run, step: int, name: str) -> bool:
+    """True if a parameter was stepped, and it is not known whose gradient counts."""
+    stepped = (step, RESULT, name) in side.tensors
+    return stepped and (step, "gradient", name) not in side.tensors
 
 
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:

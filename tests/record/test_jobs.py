@@ -1,5 +1,6 @@
 """Unedited jobs are recorded and compared."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -478,7 +479,7 @@ time.sleep(60)
 def test_a_job_that_is_asked_to_end_may_save_its_checkpoint(
     tmp_path: Path, name: str
 ) -> None:
-    """Ctrl-C reaches the job from the terminal, SIGTERM by the command above it."""
+    """The command above the job, which has no terminal, hands the signal on."""
     words = [sys.executable, "-c", SLOW_JOB.format(name)]
     program = [sys.executable, "-m", "gradparity.conformance", "record"]
     started = subprocess.Popen(
@@ -491,13 +492,45 @@ def test_a_job_that_is_asked_to_end_may_save_its_checkpoint(
     assert started.stdout is not None
     while "ready" not in started.stdout.readline():
         assert started.poll() is None
-    if name == "SIGINT":
-        os.killpg(started.pid, signal.SIGINT)
-    else:
-        started.send_signal(signal.SIGTERM)
+    started.send_signal(getattr(signal, name))
     told, error = started.communicate()
     assert told == "saved\n" and "no optimizer of torch was called" in error
     assert started.returncode == 2  # of the recording: the job ended with 0
+
+
+OWN_SESSION = """\
+import os, signal, time
+os.setsid()
+signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
+print("ready", flush=True)
+time.sleep(1)
+print("ended", flush=True)
+"""
+
+
+def test_ctrl_c_in_a_terminal_is_not_sent_to_the_job_again(tmp_path: Path) -> None:
+    """A job in a session of its own gets none."""
+    terminal, inside = os.openpty()
+    enters = "import os, sys; os.login_tty(int(sys.argv[1])); os.execv(sys.executable, "
+    program = ["-m", "gradparity.conformance", "record", str(tmp_path / "r")]
+    started = subprocess.Popen(
+        [
+            *(sys.executable, "-c", f"{enters}[sys.executable, *sys.argv[2:]])"),
+            *(str(inside), *program, "--", sys.executable, "-c", OWN_SESSION),
+        ],
+        pass_fds=[inside],
+    )
+    os.close(inside)
+    told = b""
+    while b"ready" not in told:
+        told += os.read(terminal, 1024)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):  # Linux: EIO when the last process has ended
+        while read := os.read(terminal, 1024):
+            told += read
+    os.close(terminal)
+    assert started.wait() == 2
+    assert b"ended" in told and b"asked" not in told
 
 
 def test_names_that_are_no_text_are_refused_or_replaced(

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradparity
+from gradparity.conformance.record.beside import left_out
 from gradparity.conformance.record.compare import compare
+from gradparity.conformance.record.differences import Row
 from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import read_run
@@ -1187,6 +1189,16 @@ def test_gradients_of_other_ranks_than_leaders_are_not_compared(
             count += 1
     # who leads the last step is not known, nor who leads where results are equal
     assert count == {"signs": 6, "rotates": 3, "owners": 4}[how]
+    compared = [
+        Row(step=step, kind=kind, name=name, distance=0, bound=1, noise=0)
+        for step, kind, name in one.tensors.keys() & run.tensors.keys()
+    ]
+    names = {name: name for name in one.starts}
+    told = left_out(one, run, names, compared, range(3))
+    lines = [line for line in told if "which ones count" in line]
+    assert bool(lines) is (count < 6)
+    for line in lines:
+        assert f"{6 - count} gradients, because ranks of the other side have" in line
 
 
 def own_scalar(folder: str) -> None:
