@@ -537,7 +537,11 @@ def _read_lines(path: Path) -> list[Line]:
     except UsageError as error:
         raise ReportError(str(error)) from error
     # Bytes after the last newline are an unfinished line of a killed run.
-    lines = raw.split(b"\n")[:-1] or [b""]
+    lines = raw.split(b"\n")[:-1]
+    if not lines:
+        raise ReportError(
+            f"{path}: no complete line: the file is empty, or not a report"
+        )
     # Read the version first: another version may have other fields.
     first = _decoded(path, 1, lines[0], _VERSION)
     if first.kind != "header":

@@ -111,7 +111,18 @@ class Steps:
 
         # Each run of a machine makes its test, a function with `@given`, by this one.
         with mock.patch.object(stateful, make.__name__, made):
-            yield
+            end = _ENDED
+            try:
+                yield
+            except CallEnded:  # the parent ends all ranks
+                end = ""
+                raise
+            except BaseException:
+                end = _LEFT
+                raise
+            finally:
+                if end:  # another rank may run one more machine
+                    self._publish_end(end)
 
     @contextmanager
     def of(self, test: Any) -> Iterator[None]:

@@ -111,7 +111,7 @@ TAMPERING: dict[str, tuple[Lines, str]] = {
     "a case twice": (lambda lines: [*lines[:2], *lines[1:]], "more than once"),
     "footer first": (lambda lines: [*lines[:1], lines[-1], *lines[1:-1]], "last line"),
     "no header": (lambda lines: lines[1:], "not a report header"),
-    "empty": (lambda lines: [], "not a report header"),
+    "empty": (lambda lines: [], "no complete line"),
     "a baseline": (
         lambda lines: [b'{"kind":"baseline","schema":1}\n', *lines[1:]],
         "line 1 is not a report header: it is a baseline",

@@ -57,6 +57,28 @@ def test_it(world, d):
     assert "hung" not in done.stdout and "contextlib" not in done.stdout
 
 
+def test_different_numbers_of_state_machines(session: Session) -> None:
+    """The rank that ran one more hung until the limit."""
+    done = session(f"""{HEAD}
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+class Machine(RuleBasedStateMachine):
+    @rule()
+    def nothing(self):
+        pass
+
+@pytest.mark.world(2)
+def test_it(world):
+    for _ in range(1 + world.rank):
+        run_state_machine_as_test(Machine)
+""")
+    cause = (
+        "root cause: rank 1: raised Failed: the ranks run different numbers of "
+        "examples: rank [0] has"
+    )
+    assert cause in done.stdout and "hung" not in done.stdout, done.stdout
+
+
 # regression: h42-7
 def test_different_numbers_of_examples(session: Session) -> None:
     done = session(f"""{HEAD}
