@@ -16,8 +16,8 @@ from .outcomes import Collective, RankOutcome, RankState
 _LAST = 3
 """Number of each rank's collectives that are shown."""
 
-_MAX_ALIKE = 16
-"""Number of ranks with the same outcome that are shown one by one."""
+_MAX_SHOWN = 16
+"""Number of ranks, or groups of equal ranks, whose collectives are shown."""
 
 _HEAD, _TAIL = 10, 40
 """Number of lines shown of a rank's output; ``RankOutcome.output`` has more."""
@@ -52,8 +52,7 @@ def render_interrupted(outcomes: Sequence[RankOutcome]) -> str:
         for o in outcomes
     ]
     lines = ["the ranks of the call that was interrupted:"]
-    for outcome in running:
-        lines += _output(outcome)
+    lines += _outputs(running)
     lines += _last_collectives(running)
     lines += _section("interrupted", running)
     return "\n".join(lines)
@@ -78,12 +77,11 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
     failed = [o for o in others if not o.ok and o.state is not RankState.VICTIM]
     fine = [o for o in others if o.ok]
     yield f"world of {len(outcomes)}: {root.headline}"
-    for outcome in outcomes:
-        yield from _output(outcome)
+    yield from _outputs(outcomes)
     yield from _collectives(outcomes, root)
     if fine:
         yield ""
-        yield f"returned normally: rank {', '.join(str(o.rank) for o in fine)}"
+        yield f"returned normally: {_listed(o.rank for o in fine)}"
     yield from _section("victim", victims)
     yield from _section("also failed", failed)
     yield from _section("root cause", [root])
@@ -100,14 +98,19 @@ def _collectives(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterat
 
 
 def _last_collectives(outcomes: Sequence[RankOutcome]) -> Iterator[str]:
-    waiting = [o for o in outcomes if not o.ok and o.collectives]
-    if waiting:
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for outcome in outcomes:
+        if not outcome.ok and outcome.collectives:
+            calls = tuple(map(str, outcome.collectives[-_LAST:]))
+            alike[calls].append(outcome.rank)
+    if alike:
         yield from ("", "last collectives:")
-    for outcome in waiting[:_MAX_ALIKE]:
-        for call in outcome.collectives[-_LAST:]:
-            yield f"  rank {outcome.rank}: {call}"
-    if len(waiting) > _MAX_ALIKE:
-        yield f"  ... and {len(waiting) - _MAX_ALIKE} ranks more"
+    every = [*alike.items()]
+    for calls, ranks in every[:_MAX_SHOWN]:
+        for call in calls:
+            yield f"  {_listed(ranks)}: {call}"
+    if left := [rank for _, ranks in every[_MAX_SHOWN:] for rank in ranks]:
+        yield f"  ... and {len(left)} ranks more"
 
 
 def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
@@ -115,23 +118,29 @@ def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for outcome in outcomes:
         what = outcome.headline.partition(": ")[2]
-        ranks = alike[what, _details(outcome)]
-        ranks.append(outcome.rank)
-        if len(ranks) > _MAX_ALIKE:
-            continue
-        yield ""
-        yield f"{title}: {outcome.headline}"
-        details = _details(outcome)
+        alike[what, _details(outcome)].append(outcome.rank)
+    for (what, details), ranks in alike.items():
+        yield from ("", f"{title}: {_listed(ranks)}: {what}")
         if details and details in shown:
             yield f"  (as rank {shown[details]})"
         else:
-            shown[details] = outcome.rank
+            shown[details] = ranks[0]
             yield from textwrap.indent(details, "  ").splitlines()
-    for (what, details), ranks in alike.items():
-        if len(ranks) > _MAX_ALIKE:
-            yield ""
-            yield f"{title}: {len(ranks) - _MAX_ALIKE} ranks more: {what}"
-            yield f"  (as rank {shown[details]})" if details else ""
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """Return the numbers of ranks in words, such as ``rank 0, 2 to 7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    ends = (
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs
+    )
+    return f"rank {', '.join(ends)}"
 
 
 def _details(outcome: RankOutcome) -> str:
@@ -145,16 +154,19 @@ def _details(outcome: RankOutcome) -> str:
     return "\n".join(part.rstrip() for part in parts if part)
 
 
-def _output(outcome: RankOutcome) -> Iterator[str]:
-    lines = [line[:_WIDTH] for line in outcome.output.splitlines()]
-    if not lines:
-        return
-    yield ""
-    yield f"--- output of rank {outcome.rank} ---"
-    left_out = len(lines) - _HEAD - _TAIL
-    if left_out > 0:
-        lines[_HEAD:-_TAIL] = [f"[... {left_out} lines left out ...]"]
-    yield from lines
+def _outputs(outcomes: Iterable[RankOutcome]) -> Iterator[str]:
+    alike: dict[str, list[int]] = defaultdict(list)
+    for outcome in outcomes:
+        alike[outcome.output].append(outcome.rank)
+    for output, ranks in alike.items():
+        lines = [line[:_WIDTH] for line in output.splitlines()]
+        if not lines:
+            continue
+        yield from ("", f"--- output of {_listed(ranks)} ---")
+        left_out = len(lines) - _HEAD - _TAIL
+        if left_out > 0:
+            lines[_HEAD:-_TAIL] = [f"[... {left_out} lines left out ...]"]
+        yield from lines
 
 
 def find_desync(records: Records) -> str | None:

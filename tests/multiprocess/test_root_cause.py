@@ -216,6 +216,33 @@ def test_the_root_cause_ends_a_short_report() -> None:
     assert outcomes[0].output == text
 
 
+def test_ranks_with_equal_outcomes_are_shown_once() -> None:
+    waiting = replace(hung(0, IN_COLLECTIVE), output="a warning", stacks="in wait")
+    facts = [
+        replace(waiting, rank=rank, collectives=(call(0, "allreduce"),))
+        for rank in range(8)
+    ]
+    facts[2], facts[7] = raised(2, 1.0), ok(7)
+    facts[5] = replace(facts[5], collectives=())
+    outcomes, root = outcomes_of(facts)
+    assert root == 2
+    lines = [
+        line for line in str(WorldError(outcomes, outcomes[2])).splitlines() if line
+    ]
+    assert lines[1:] == [
+        "--- output of rank 0, 1, 3 to 6 ---",
+        "a warning",
+        "last collectives:",
+        "  rank 0, 1, 3, 4, 6: #1 allreduce float32[2] in the default group, a.py:0",
+        "returned normally: rank 7",
+        "victim: rank 0, 1, 3 to 6: waiting in a collective after 0.0 s; killed because "
+        "rank 2 failed",
+        "  stacks:",
+        "  in wait",
+        "root cause: rank 2: raised RuntimeError: connection refused",
+    ]
+
+
 def test_a_huge_message_is_shown_whole_once() -> None:
     huge = Reply(
         kind=Kind.RAISED,
