@@ -235,8 +235,8 @@ def test_ranks_with_equal_outcomes_are_shown_once() -> None:
         "last collectives:",
         "  rank 0, 1, 3, 4, 6: #1 allreduce float32[2] in the default group, a.py:0",
         "returned normally: rank 7",
-        "victim: rank 0, 1, 3 to 6: waiting in a collective after 0.0 s; killed because "
-        "rank 2 failed",
+        "victim: rank 0, 1, 3 to 6: waiting in a collective after 0.0 s; killed "
+        "because rank 2 failed",
         "  stacks:",
         "  in wait",
         "root cause: rank 2: raised RuntimeError: connection refused",
