@@ -228,7 +228,7 @@ def _obstacles(
     replicas = [*unlike_replicas(one, other, steps)]
     for step in steps:
         # unequal replicas compute other inputs of a second model, say
-        for at, text in replicas:
+        for at, text, _ in replicas:
             if at <= step:
                 yield DIFFERENT, text
         for text in other_inputs(one, other, names, step):
@@ -236,9 +236,10 @@ def _obstacles(
     for side in (one, other):
         for text in other_again(side, steps):
             yield NOT_COMPARABLE, text
-    for _, text in replicas:
-        if len(steps) == 1:  # those before the step were told above
-            later = "The job may make them equal after the step: record 2 steps"
+    for _, text, is_new in replicas:  # those before a step were told above
+        if is_new or len(steps) == 1:
+            more = "2 steps" if len(steps) == 1 else "one step more"
+            later = f"The job may make them equal after the step: record {more}"
             yield UNDECIDED, f"{text}. {later}"
         yield DIFFERENT, text
     for text in lacking(one, other, names, steps):

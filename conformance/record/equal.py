@@ -485,8 +485,12 @@ def unplaced(one: Side, other: Side) -> Iterator[str]:
 
 def unlike_replicas(
     one: Side, other: Side, steps: Sequence[int]
-) -> Iterator[tuple[int, str]]:
-    """Yield steps before which replicas of one side differ, and sentences on them."""
+) -> Iterator[tuple[int, str, bool]]:
+    """Yield steps before which replicas of one side differ, and sentences on them.
+
+    The third element is true if the weights after the last step differ, and that step
+    is the first with other gradients. The job may make them equal later.
+    """
     for side in (one, other):
         # first step at which the gradient differs, by name
         first_by_name = dict[str, int]()
@@ -513,6 +517,7 @@ def unlike_replicas(
                 step,
                 f"step {step}: replicas of {name} differ: "
                 f"{_unlike(side, side.run.replicas[key])}{end}",
+                step - 1 == first_by_name.get(name) == max(steps),
             )
 
 

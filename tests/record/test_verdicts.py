@@ -1140,6 +1140,20 @@ def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> No
     assert against(other).lines[0].startswith("step 0: replicas of c differ")
 
 
+@pytest.mark.parametrize(
+    ("gradients", "code"), [((1,), UNDECIDED), ((), DIFFERENT), ((0, 1), DIFFERENT)]
+)
+def test_replicas_that_differ_after_the_last_step_alone(
+    gradients: tuple[int, ...], code: int
+) -> None:
+    """A job may begin to average weights after the step, as local SGD does."""
+    keys = [(2, "weight", "a"), *((step, "gradient", "a") for step in gradients)]
+    found = against(replace(run(4), replicas=dict.fromkeys(keys, (1,))))
+    assert found.code == code
+    assert found.headline.startswith("step 2: replicas of a differ")
+    assert found.headline.endswith("record one step more") == (code == UNDECIDED)
+
+
 def test_a_side_that_has_fewer_steps_is_reported() -> None:
     tensors = {key: each for key, each in run(4).tensors.items() if not key[0]}
     short = Side(name="mesh", run=replace(run(4), tensors=tensors))
