@@ -36,7 +36,7 @@ __all__ = [
 
 MOVED = (
     "Rounded to bf16 they are equal: weights are computed in another order, or moved "
-    "and restored before the first step. "
+    "and restored before the first step (SAM: restore them from a copy). "
 )
 STEP_ITS_WEIGHTS = "For the recordings, let it step the weights of the model, in fp32"
 PLACES = (
@@ -488,7 +488,7 @@ def unlike_replicas(
 ) -> Iterator[tuple[int, str, bool]]:
     """Yield steps before which replicas of one side differ, and sentences on them.
 
-    The third element is true if the weights after the last step differ, and that step
+    The third element is true if most weights differ after the last step, and that step
     is the first with other gradients. The job may make them equal later.
     """
     for side in (one, other):
@@ -504,6 +504,9 @@ def unlike_replicas(
         weights = [key for key in side.run.replicas if key[1] == "weight"]
         # the most different first: a wrong norm moves the gradients of all tensors
         weights.sort(key=lambda key: (key[0], -distances.get(key[2], 0.0)))
+        last = max(steps)
+        new = {n for s, _, n in weights if s - 1 == first_by_name.get(n) == last}
+        are_most = 2 * len(new) > len(side.run.starts)
         for key in weights:
             step, _, name = key
             end = ""
@@ -517,7 +520,7 @@ def unlike_replicas(
                 step,
                 f"step {step}: replicas of {name} differ: "
                 f"{_unlike(side, side.run.replicas[key])}{end}",
-                step - 1 == first_by_name.get(name) == max(steps),
+                are_most and step == last + 1,
             )
 
 

@@ -42,6 +42,8 @@ from .runner import Case, Runner
 
 __all__ = ["MAX_LOCALISED", "RunSettings", "run"]
 
+CHECKS = 4
+"""Time limit of all checks before a run, as a multiple of a scenario's limit."""
 MAX_LOCALISED = 16
 """Largest number of parity failures that a run localises; each needs a second run."""
 
@@ -89,14 +91,15 @@ class RunSettings:
         """Return the scenarios to run.
 
         Args:
-            place: its separate rank checks the workloads.
+            place: its separate rank checks the workloads, within ``CHECKS`` times the
+                time limit of a scenario.
 
         Raises:
             UsageError: for unknown names or ids, a combination that cannot be trained,
                 or a workload that breaks its protocol.
         """
         with as_usage(AloneError):
-            return place.alone(RunSettings._chosen, self)
+            return place.alone(RunSettings._chosen, self, trainings=CHECKS)
 
     def _chosen(self) -> list[Scenario]:
         asked = self.scenarios

@@ -123,6 +123,11 @@ def _model(workload: ResolvedWorkload) -> nn.Module:
                 f"{name} has other values when made again: after the same "
                 "torch.manual_seed the model must be the same",
             )
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != "cpu":
+            text = f"the buffer {name} is on {buffer.device}, expected cpu"
+            way = ": give it its values" if buffer.is_meta else ""
+            raise workload.refuse("model", text + way)
     if not any(p.requires_grad for p in model.parameters()):
         raise workload.refuse("model", "has no parameter that trains")
     return model

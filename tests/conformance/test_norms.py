@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from gradparity.conformance import Case, Runner, Scenario, Status
 from gradparity.conformance.comparison.laws.norm import _used_norm, factor
 from gradparity.conformance.comparison.measured import Parity
 from gradparity.conformance.comparison.parity import measure_parity
 from gradparity.conformance.status import Finding
+from gradparity.fixtures import local
 from gradparity.fixtures.faulty import stacks
 from gradparity.fixtures.faulty.plain import Broken
 from gradparity.fixtures.faulty.stacks import FAULTY_STACKS, RIGHT_STACKS
@@ -121,6 +123,24 @@ def test_the_norm_of_a_scaled_gradient_is_seen(runner: Runner) -> None:
     assert found["norm.reported"].status is Status.FAIL
     assert "1024 times it" in found["norm.reported"].message
     assert found["norm.factor"].status is Status.PASS
+
+
+class LeavesItsScale(stacks.ClipsByTheWholeNorm):
+    """Clips gradients before it divides them by its own scale; one is slightly off."""
+
+    def norm(self, named: dict[str, Tensor]) -> float:
+        for number, gradient in enumerate(named.values()):
+            local(gradient).mul_(256 * (1.0001 if number == 0 else 1.0))
+        return super().norm(named)
+
+
+def test_slightly_wrong_gradients_do_not_explain_a_norm(runner: Runner) -> None:
+    """Clipping hides that the gradients were 256 times too large."""
+    spec = f"{__name__}:{LeavesItsScale.__name__}"
+    found = told(checked(runner, f"dp2/2/fp32/own/none/model={spec},steps=2"))
+    assert found["parity.gradient"].status is Status.FAIL
+    assert found["norm.reported"].status is Status.FAIL
+    assert "256 times it" in found["norm.reported"].message
 
 
 class Small(stacks.ClipsByTheWholeNorm):

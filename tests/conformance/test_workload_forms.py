@@ -688,6 +688,13 @@ class Lazy(Replicated):
         return nn.Sequential(nn.LazyLinear(4))
 
 
+class OnMeta(Replicated):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("table", torch.empty(2, device="meta"))
+        return model
+
+
 class TwoArguments(Replicated):
     def model(self) -> nn.Module:
         return nn.Bilinear(8, 8, 4)
@@ -731,6 +738,10 @@ class TwoInOne(Replicated):
     ("stack", "told"),
     [
         (Lazy, "model: 0.weight has no shape yet: call the lazy model once"),
+        (
+            OnMeta,
+            "model: the buffer table is on meta, expected cpu: give it its values",
+        ),
         (TwoArguments, "one argument, here a tuple: let forward unpack it"),
         (NewInFp32, "This happens in fp64 alone, in which the reference trains"),
         (Noisy, "optimizer: draws random numbers in step"),

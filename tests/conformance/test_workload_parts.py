@@ -1,5 +1,6 @@
 """Workloads with their own shards, micro-batches or counts, and with idle layers."""
 
+import time
 from html import unescape
 from pathlib import Path
 from typing import Any, ClassVar
@@ -488,6 +489,38 @@ class ClipsWithoutStep(Ddp):
     clip_norm = 1.0
 
 
+class StepIsMisspelt(Ddp):
+    """No step of its own is called, whatever its parameters are called."""
+
+    def training_step(self, s: Any, b: Any, *more: Any) -> None:
+        raise AssertionError
+
+
+class CountIsMisspelt(Ddp):
+    """``skip_steps`` has the parameter of ``skipped_steps``."""
+
+    def skip_steps(self, stack: Any) -> int:
+        return 0
+
+
+class BuffersAreMisspelt(Ddp):
+    """``local_buffer`` is no method."""
+
+    local_buffer = ("running_mean",)
+
+
+class HasItsOwnNames(Ddp):
+    """Names that look like optional ones, of other things."""
+
+    schedule = nn.Identity
+
+    def gradient(self, x: Tensor) -> Tensor:
+        return x
+
+    def shards(self, x: Tensor) -> Tensor:
+        return x
+
+
 class ClipsToNothing(StepTakesNoScaler):
     """``clip_norm`` is zero."""
 
@@ -628,6 +661,12 @@ def test_parts_that_are_not_the_batch_are_an_error(
         (FiveRows, "batch: has 5 rows, which 2 does not divide"),
         (ShardTakesNoMesh, "shard: takes (batch), expected (batch, mesh)"),
         (StepTakesNoScaler, "train_step: takes (stack, micro_batches), expected"),
+        (
+            StepIsMisspelt,
+            "training_step: has no meaning here: did you mean train_step?",
+        ),
+        (CountIsMisspelt, "skip_steps: has no meaning here: did you mean skipped_st"),
+        (BuffersAreMisspelt, "Else rename it, for example to _local_buffer"),
         (ClipsWithoutStep, "clip_norm: needs train_step, which clips"),
         (ClipsToNothing, "clip_norm: got 0.0, expected a norm above 0"),
         (ReducesInText, "reduce_dtype: got 'bf16', expected a floating dtype"),
@@ -644,6 +683,28 @@ def test_faults_of_a_workload_known_before_the_run_are_usage_errors(
     assert words in told
     assert told.count("\n") == 1
     assert not report.exists()
+
+
+class HangsInModel(Ddp):
+    """``model()`` never returns."""
+
+    def model(self) -> nn.Module:
+        time.sleep(600)
+        return super().model()
+
+
+def test_a_check_that_hangs_ends_at_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "--workload", f"{MODULE}:{HangsInModel.__name__}"]
+    words += ["--timeout-s=0.5", f"--report={tmp_path / 'report.jsonl'}"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "hung, still running after 2.0 s; waiting: rank 0 in model (" in told
+
+
+def test_names_of_the_users_own_are_not_refused() -> None:
+    resolve_workload(f"{MODULE}:{HasItsOwnNames.__name__}")
 
 
 # - What is tried, and what is not

@@ -1141,13 +1141,20 @@ def test_of_replicas_that_differ_the_one_that_is_furthest_apart_is_named() -> No
 
 
 @pytest.mark.parametrize(
-    ("gradients", "code"), [((1,), UNDECIDED), ((), DIFFERENT), ((0, 1), DIFFERENT)]
+    ("gradients", "names", "code"),
+    [
+        ((1,), "ab", UNDECIDED),
+        ((1,), "a", DIFFERENT),  # as of one layer that begins to train unseen by DDP
+        ((), "ab", DIFFERENT),
+        ((0, 1), "ab", DIFFERENT),
+    ],
 )
 def test_replicas_that_differ_after_the_last_step_alone(
-    gradients: tuple[int, ...], code: int
+    gradients: tuple[int, ...], names: str, code: int
 ) -> None:
     """A job may begin to average weights after the step, as local SGD does."""
-    keys = [(2, "weight", "a"), *((step, "gradient", "a") for step in gradients)]
+    keys = [(2, "weight", name) for name in names]
+    keys += [(step, "gradient", name) for step in gradients for name in names]
     found = against(replace(run(4), replicas=dict.fromkeys(keys, (1,))))
     assert found.code == code
     assert found.headline.startswith("step 2: replicas of a differ")

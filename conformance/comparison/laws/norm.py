@@ -160,16 +160,26 @@ def _is_of_its_gradients(
     """Return True if the gradients are wrong, and the reported norm is right for them.
 
     Then the norm is not at fault: ``parity.gradient`` reports the gradients.
+    Clipping hides a factor of all gradients. So where they are clipped, they must
+    differ by enough to explain the norm: with an error E, by (1 + E) / (1 - E) times.
     """
     parity = evidence.parity
     assert parity is not None
     first = parity.first_bad.get("gradient")
-    if first is None or first.step > step:
+    if first is None or first.step > step or not reported:
         return False
-    used, slack = _used_norm(evidence, seen), _slack(parity, step)
+    due, error = parity.reference_norm[step], first.error
+    if first.step == step:
+        error = max(row.error for row in parity.departed["gradient"])
     most = math.inf if parity.clip_norm is None else parity.clip_norm
+    is_clipped = min(reported.values()) > most
+    if is_clipped and error < 1 and due:
+        times = (1 + error) / (1 - error)
+        if any(not due / times <= norm <= due * times for norm in reported.values()):
+            return False
+    used, slack = _used_norm(evidence, seen), _slack(parity, step)
     clipped = [norm * clip_factor(norm, most) for norm in reported.values()]
-    return bool(clipped) and all(abs(used - norm) <= slack * used for norm in clipped)
+    return all(abs(used - norm) <= slack * used for norm in clipped)
 
 
 def _used_norm(
