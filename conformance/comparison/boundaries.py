@@ -361,11 +361,26 @@ class Boundaries:
             call = self.inside[call]
             yield call
 
+    def _outermost(self, rank: int, entering: Boundary) -> Boundary:
+        """Return the wrong tensor that enters the outermost of the enclosing calls.
+
+        A module hands what it gets to a module inside of it.
+        """
+        for call in self._around(entering.of):
+            sides = self.sides.get((call, entering.kind), ())
+            wrong = [b for b in sides if self._state(rank, b) == "wrong"]
+            if not wrong:
+                break
+            entering = wrong[0]
+        return entering
+
     def _within(self, call: Call, other: Call) -> bool:
         return call == other or other in self._around(call)
 
     def _describe(self, way: Direction, first: Boundary, rank: int) -> Location:
         """Describe the first tensor that differs."""
+        if first.kind == way.enters:
+            first = self._outermost(rank, first)
         state = self._state(rank, first)
         ranks = [r for r in self.ranks if self._state(r, first) == state]
         faulty, boundary = first.of, first

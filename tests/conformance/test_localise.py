@@ -167,6 +167,18 @@ def test_the_report_on_a_wrong_forward(runner: Runner) -> None:
     assert below.collective in below.text
 
 
+def test_a_wrong_gradient_that_a_module_hands_on_is_that_of_the_outermost(
+    runner: Runner,
+) -> None:
+    """The last module inside of the model gets the same wrong gradient."""
+    found = located(runner, own(misplaced.OtherLossOnRank1, "dp2/2/fp32"))
+    assert found.text.startswith(
+        "backward of the model on rank 1, step 0, micro-batch 0: the gradient of its "
+        "output differs by "
+    )
+    assert (found.module, found.inside, found.ranks) == ("", "", (1,))
+
+
 def test_a_step_inside_of_a_step_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.NeverAveragedTwice, "dp2/2/fp32"))
     assert "micro-batch 1: what came in is right, the output differs" in found.text

@@ -704,6 +704,16 @@ class CalledOftener(StepsTwice):
         return super().train_step(stack, cut, scaler)
 
 
+class OtherLossOnRank1(StepsTwice):
+    """The loss of rank 1 has a term more."""
+
+    meshes = ({"dp": 2},)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        more = output.square().mean() if dist.get_rank() else 0.0
+        return super().loss(output, targets) + more
+
+
 class SharperMakerOnRank1(Gan):
     """The activation of module ``maker`` differs on rank 1."""
 
