@@ -185,7 +185,7 @@ def case_record(case: Case, devices: Devices | None = None) -> CaseRecord:
         replay=replay_command(case.scaler, scenario.id, devices),
         location=case.location,
         worst=_worst(case.evidence),
-        curves=None if case.evidence is None else _curves(case.evidence),
+        curves=_curves(case.evidence),
     )
 
 
@@ -219,7 +219,10 @@ def _worst(evidence: Evidence | None) -> tuple[Comparison, ...]:
     )
 
 
-def _curves(evidence: Evidence) -> Curves:
+def _curves(evidence: Evidence | None) -> Curves | None:
+    """Return the curves of a case; None if the world that saves its state failed."""
+    if evidence is None or len(evidence.ranks) != evidence.scenario.world_size:
+        return None
     parity = evidence.parity
     steps = [seen for _, seen in evidence.steps()]
     rows = [trace.steps for trace in evidence.ranks]

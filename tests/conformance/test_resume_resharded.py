@@ -1,9 +1,13 @@
 """A scaler resumes from a state that was saved on another number of ranks."""
 
+from pathlib import Path
+
 import pytest
 
 from gradparity.conformance import Runner, Scenario, Status
+from gradparity.conformance.__main__ import main
 from gradparity.conformance.cli.listing import explain
+from gradparity.conformance.report.records import read_report
 from gradparity.conformance.run.recorder import case_record
 from gradparity.fixtures import TOPOLOGIES
 from gradparity.fixtures.faulty import plain
@@ -120,7 +124,7 @@ def test_a_right_scaler_continues_with_the_state(runner: Runner) -> None:
 
 
 def test_a_run_that_stops_in_the_world_that_saves_is_reported_there(
-    runner: Runner,
+    runner: Runner, tmp_path: Path
 ) -> None:
     longer = "fsdp/4/fp32/sgd/none/steps=8,recipe=resume-resharded"
     scaler = "gradparity.fixtures.faulty:RaisesOnOneRank"
@@ -129,8 +133,10 @@ def test_a_run_that_stops_in_the_world_that_saves_is_reported_there(
     assert len(case.evidence.ranks) == 2
     (finding,) = [v for v in case.verdicts if v.law == "liveness.completes"]
     assert finding.message.endswith(" (fsdp/2, which saves the state to load)")
-    record = case_record(case)
-    assert record.curves is not None and len(record.curves.scale) == 2
+    assert case_record(case).curves is None  # ranks of another world have no rows
+    path = tmp_path / "report.jsonl"
+    assert main(["replay", longer, f"--scaler={scaler}", f"--report={path}"]) == 1
+    assert read_report(path).cases[0].status == "fail"
 
 
 def test_a_load_that_raises_is_reported_with_its_call(runner: Runner) -> None:
