@@ -73,9 +73,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     known_failures: int
     """Number of cases that fail as in the baseline."""
     cases: int
-    """Number of cases that were checked."""
+    """Number of cases in which something was checked."""
     checked: int
-    """Number of verdicts, sequences and ratios that were checked."""
+    """Number of verdicts, sequences and ratios that were checked, without those that
+    were skipped."""
 
 
 def decide(report: Report, terms: Terms) -> Decision:
@@ -86,7 +87,7 @@ def decide(report: Report, terms: Terms) -> Decision:
     # If a report contradicts itself, no other reason counts.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
     if broken:
-        return _decision(report, broken, _so_far(report), 0)
+        return _decision(report, broken, _so_far(report), [])
     others = [scaler for scaler in report.scalers if not report.decides(scaler)]
     report = report.decided()
     checked = list(check_cases(report, terms.baseline))
@@ -119,14 +120,15 @@ def decide(report: Report, terms: Terms) -> Decision:
     failures = len(
         {c.case.key for c in expected_failures if c.verdict.status in FAILURES}
     )
-    return _decision(report, reasons, notes, len(checked), failures)
+    decided = [c for c in checked if c.verdict.status != "skipped"]
+    return _decision(report, reasons, notes, decided, failures)
 
 
 def _decision(
     report: Report,
     reasons: Sequence[Reason],
     notes: Sequence[str],
-    checked: int,
+    checked: Sequence[Checked],
     known_failures: int = 0,
 ) -> Decision:
     """Return the decision, sorted independently of the order of the cases."""
@@ -138,8 +140,8 @@ def _decision(
         causes=causes_of(ordered, report.header.laws),
         notes=tuple(sorted(set(notes))),
         known_failures=known_failures,
-        cases=len(report.cases),
-        checked=checked,
+        cases=len({c.case.key for c in checked}),
+        checked=len(checked),
     )
 
 

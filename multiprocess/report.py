@@ -28,6 +28,12 @@ _WIDTH = 1000
 # Thread ids differ between ranks; without them equal stacks are shown once.
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
+_OF_A_RANK = re.compile(r"(?<=World\(rank=)\d+|(?<= at )0x[0-9a-f]+")
+"""What differs between equal failures: the world that pytest shows, and addresses."""
+
+_NOT_KEPT = re.compile(r"\[\.\.\. (\d+) bytes left out \.\.\.\]")
+"""Mark of a rank's output of which the middle was not kept."""
+
 TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
 """Operations between two ranks, which the other ranks of a group do not issue."""
 
@@ -82,8 +88,9 @@ def _lines(outcomes: tuple[RankOutcome, ...], root: RankOutcome) -> Iterator[str
     if fine:
         yield ""
         yield f"returned normally: {_listed(o.rank for o in fine)}"
-    yield from _section("victim", victims)
-    yield from _section("also failed", failed)
+    below = {_alike(_details(root)): "the root cause, below"}
+    yield from _section("victim", victims, below)
+    yield from _section("also failed", failed, below)
     yield from _section("root cause", [root])
 
 
@@ -113,19 +120,36 @@ def _last_collectives(outcomes: Sequence[RankOutcome]) -> Iterator[str]:
         yield f"  ... and {len(left)} ranks more"
 
 
-def _section(title: str, outcomes: Iterable[RankOutcome]) -> Iterator[str]:
-    shown: dict[str, int] = {}
-    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+def _section(
+    title: str,
+    outcomes: Iterable[RankOutcome],
+    elsewhere: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Describe outcomes, equal ones once.
+
+    Args:
+        title: title of each outcome.
+        outcomes: outcomes of ranks.
+        elsewhere: details that are shown elsewhere -> where.
+    """
+    shown = {"": "", **(elsewhere or {})}
+    alike: dict[tuple[str, str], list[RankOutcome]] = defaultdict(list)
     for outcome in outcomes:
         what = outcome.headline.partition(": ")[2]
-        alike[what, _details(outcome)].append(outcome.rank)
-    for (what, details), ranks in alike.items():
-        yield from ("", f"{title}: {_listed(ranks)}: {what}")
-        if details and details in shown:
-            yield f"  (as rank {shown[details]})"
-        else:
-            shown[details] = ranks[0]
-            yield from textwrap.indent(details, "  ").splitlines()
+        alike[_alike(what), _alike(_details(outcome))].append(outcome)
+    for (_, key), every in alike.items():
+        what = every[0].headline.partition(": ")[2]
+        yield from ("", f"{title}: {_listed(o.rank for o in every)}: {what}")
+        if key not in shown:
+            shown[key] = f"rank {every[0].rank}"
+            yield from textwrap.indent(_details(every[0]), "  ").splitlines()
+        elif key:
+            yield f"  (as {shown[key]})"
+
+
+def _alike(text: str) -> str:
+    """Return a text without what differs between ranks with equal outcomes."""
+    return _OF_A_RANK.sub("", text)
 
 
 def _listed(ranks: Iterable[int]) -> str:
@@ -159,14 +183,22 @@ def _outputs(outcomes: Iterable[RankOutcome]) -> Iterator[str]:
     for outcome in outcomes:
         alike[outcome.output].append(outcome.rank)
     for output, ranks in alike.items():
-        lines = [line[:_WIDTH] for line in output.splitlines()]
+        lines = [_cut(line) for line in output.splitlines()]
         if not lines:
             continue
         yield from ("", f"--- output of {_listed(ranks)} ---")
-        left_out = len(lines) - _HEAD - _TAIL
-        if left_out > 0:
-            lines[_HEAD:-_TAIL] = [f"[... {left_out} lines left out ...]"]
+        if len(lines) > _HEAD + _TAIL:
+            left_out = lines[_HEAD:-_TAIL]
+            marks = [mark for line in left_out if (mark := _NOT_KEPT.fullmatch(line))]
+            bytes_ = "".join(f" and {mark[1]} bytes" for mark in marks)
+            text = f"[... {len(left_out) - len(marks)} lines{bytes_} left out ...]"
+            lines[_HEAD:-_TAIL] = [text]
         yield from lines
+
+
+def _cut(line: str) -> str:
+    more = len(line) - _WIDTH
+    return line if more <= 0 else f"{line[:_WIDTH]} [... {more} more characters]"
 
 
 def find_desync(records: Records) -> str | None:

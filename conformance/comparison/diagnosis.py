@@ -32,6 +32,8 @@ class Facts:
     clip_norm: float | None = None
     norm: float = 0.0
     """Norm of the whole true gradient before clipping."""
+    may_clip: bool = True
+    """True if a ``train_step`` of the user's may clip."""
 
 
 def causes_of(factor: float, off: float, facts: Facts) -> str:
@@ -81,11 +83,13 @@ def _known(factor: float, facts: Facts) -> Iterator[tuple[float, str]]:
         yield 1 / due, "not clipped"
     elif facts.norm and factor < 1.0:
         limit = float(f"{factor * facts.norm:.2g}")  # limits have few digits
-        yield (
-            clip_factor(facts.norm, limit),
-            f"clipped to the norm {limit:g}. If that is meant, declare clip_norm = "
-            f"{limit:g} in the workload and clip to self.clip_norm",
-        )
+        text = f"clipped to the norm {limit:g}"
+        if facts.may_clip:
+            text += (
+                f". If that is meant, declare clip_norm = {limit:g} in the workload "
+                "and clip to self.clip_norm"
+            )
+        yield clip_factor(facts.norm, limit), text
 
 
 Replica = tuple[int, Doubles, Doubles]
@@ -159,9 +163,10 @@ def missing_reduction(
             f": each rank has that of its own rows, and nothing averages them{inside}"
         )
     if is_clipped:
+        # parts that one norm has clipped add up to a multiple of the truth
+        norm = "" if is_multiple else ", clipped by its own norm"
         return (
-            ": each rank has its own part, clipped by its own norm; nothing reduces "
-            "them before the clip"
+            f": each rank has its own part{norm}; nothing reduces them before the clip"
         )
     return ""
 

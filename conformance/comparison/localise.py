@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...fixtures import REFERENCE_LINE
+from ...fixtures import REFERENCE_LINE, OfWorkload
 from ..formulas import clip_factor
 from ..rank.modules import Watched
 from ..rank.trace import RankTrace
@@ -148,6 +148,7 @@ class _Gradients:
             scales=schedule.scales[step::-1][:2],
             clip_norm=parity.clip_norm,
             norm=parity.reference_norm[step],
+            may_clip=OfWorkload.LOOP not in scenario.workload.has,
         )
         self.step = step
         self.setting = parity.other_setting(step)

@@ -46,6 +46,7 @@ class Lack(Enum):
         "direction of a step"
     )
     COUNTS = "the losses of ranks differ and their numbers of tokens are unknown"
+    PLANTED = "it is of the scaled loss, into which gradparity wrote an inf or a nan"
 
 
 @dataclass(frozen=True, kw_only=True)

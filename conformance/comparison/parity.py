@@ -8,6 +8,7 @@ bounds are those of ``bounds``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...fixtures import OfWorkload, ResolvedWorkload
+from ...fixtures import LOSS, OfWorkload, ResolvedWorkload
 from ..formulas import clip_factor
 from ..rank.layout_checks import distinct
 from ..rank.trace import RankTrace, StepTrace
@@ -571,7 +572,13 @@ def _loss(step: int, seen: Seen, parity_bounds: ParityBounds) -> Iterator[_Measu
         unknown = bool(lost) and len({at.loss for _, at in seen} - {None}) > 1
         departs = any(row.ratio > 1 for row in rows)
         lack = Lack.COUNTS if unknown and departs else None
+        if not math.isfinite(mean) and any(_has_planted_loss(at) for _, at in seen):
+            lack = Lack.PLANTED
         yield _Measured("loss", step, [] if lack else rows, 1, lack=lack)
+
+
+def _has_planted_loss(at: StepTrace) -> bool:
+    return any(text.endswith(f"={LOSS}") for text in at.faults)
 
 
 def _compare(

@@ -183,7 +183,8 @@ def _note(case: Case, found: Found) -> None:
 
 
 def _print_found(settings_: HuntSettings, found: Found, console: Console) -> int:
-    lines = [f"{found.tried} scenarios tried with {settings_.scaler}"]
+    fine = ": no check failed" if found.tried and found.case is None else ""
+    lines = [f"{found.tried} scenarios tried with {settings_.scaler}{fine}"]
     lines += [f"harness failure: {text}" for text in found.broken[:3]]
     if found.case is not None:
         case = found.case

@@ -1,7 +1,9 @@
 """Diagnosis lists exactly the causes that explain a factor."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradparity.conformance import Runner, Scenario
-from gradparity.conformance.comparison.diagnosis import Facts, causes_of
+from gradparity.conformance.comparison.diagnosis import (
+    Facts,
+    causes_of,
+    missing_reduction,
+)
 from gradparity.tests.workloads.stacks import Right
 
 HERE = "gradparity.tests.conformance.test_diagnosis"
@@ -65,6 +71,8 @@ NORMED = Facts(axes={"dp": 1}, passes=1, norm=0.984)
                 "the workload and clip to self.clip_norm"
             ],
         ),
+        # a built-in loop has no limit of its own
+        (replace(NORMED, may_clip=False), 0.3 / 0.984, ["clipped to the norm 0.3"]),
         # no limit has so many digits
         (NORMED, 0.31234 / 0.984, []),
         (PLAIN, 1.0005, []),
@@ -76,6 +84,23 @@ def test_all_causes_of_a_factor_are_listed(
     facts: Facts, factor: float, causes: list[str]
 ) -> None:
     assert causes_of(factor, 1e-3, facts) == ", or ".join(causes)
+
+
+@pytest.mark.parametrize(
+    ("factors", "text"),
+    [
+        ((0.4, 0.4), ": each rank has its own part; nothing reduces them before the"),
+        ((0.4, 0.2), ": each rank has its own part, clipped by its own norm; nothing"),
+    ],
+)
+def test_parts_that_one_norm_clips_are_not_clipped_by_their_own(
+    factors: tuple[float, float], text: str
+) -> None:
+    parts = np.random.default_rng(0).normal(size=(2, 8))
+    whole = parts.sum(axis=0)
+    group = [(r, f * parts[r], whole) for r, f in enumerate(factors)]
+    told = missing_reduction([group], 1e-6, is_clipped=True, moves_rightly=False)
+    assert told.startswith(text)
 
 
 # - Circumstances of a departure

@@ -63,6 +63,7 @@ def test_a_hunt_finds_no_fault_in_a_right_scaler(tmp_path: Path) -> None:
     code, output = hunted("GradScaler", 4, tmp_path, module="gradparity.scaler")
     assert code == 0, output
     assert int(output.partition(" scenarios tried")[0]) > 0, output
+    assert "gradparity.scaler:GradScaler: no check failed" in output
 
 
 def test_an_error_of_gradparity_ends_a_hunt(

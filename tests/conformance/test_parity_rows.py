@@ -220,7 +220,8 @@ def test_losses_are_weighted_wherever_they_are_shown() -> None:
     for trace, loss, weight in zip(evidence.ranks, (1.0, 4.0), (1.0, 0.5), strict=True):
         for at in trace.steps:
             at.loss, at.weight = loss, weight
-    assert _curves(evidence).loss == [2.0] * made_up.SCENARIO.steps
+    curves = _curves(evidence)
+    assert curves is not None and curves.loss == [2.0] * made_up.SCENARIO.steps
 
 
 def test_no_norm_is_compared_where_nothing_can_be() -> None:

@@ -24,6 +24,7 @@ from gradparity.tests.workloads.steps import (
     Pipeline,
     ReducesToOwners,
     Renames,
+    ReportsTheScaledLoss,
     ReturnsNoGradients,
     ReturnsNumpyNumbers,
     ReturnsText,
@@ -172,6 +173,20 @@ def test_a_right_scaler_passes_in_a_step_of_its_users(
     assert found.evidence is not None
     injected = [bool(t.steps[1].faults) for t in found.evidence.ranks]
     assert any(injected) is (faults != "none")
+
+
+@pytest.mark.parametrize(
+    ("faults", "status"),
+    [("nan@r0s1:loss", "pass"), ("nan@r0s*:loss", "skipped"), ("none", "pass")],
+)
+def test_a_loss_into_which_gradparity_wrote_an_inf_is_not_compared(
+    runner: Runner, faults: str, status: str
+) -> None:
+    found = case(runner, ReportsTheScaledLoss, PLAIN, faults=faults)
+    assert found.status == "pass", (found.problem, failed(found))
+    (of_loss,) = [v for v in found.verdicts if v.law == "parity.loss"]
+    assert of_loss.status == status, of_loss
+    assert ("into which gradparity wrote" in of_loss.message) == (faults != "none")
 
 
 def test_two_optimizers_of_a_step_decide_each_for_itself(runner: Runner) -> None:

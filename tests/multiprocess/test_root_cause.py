@@ -208,7 +208,8 @@ def test_the_root_cause_ends_a_short_report() -> None:
     )
     assert root == 1
     lines = str(WorldError(outcomes, outcomes[root])).splitlines()
-    assert len(lines) < 100 and max(map(len, lines)) <= 1000
+    assert len(lines) < 100 and max(map(len, lines)) <= 1030
+    assert any(line.endswith("x [... 99000 more characters]") for line in lines)
     assert lines[0] == "world of 3: rank 1: raised RuntimeError: connection refused"
     assert lines[-1] == "root cause: rank 1: raised RuntimeError: connection refused"
     assert "line 9" in lines and "line 10" not in lines and "line 4999" in lines
@@ -241,6 +242,36 @@ def test_ranks_with_equal_outcomes_are_shown_once() -> None:
         "  in wait",
         "root cause: rank 2: raised RuntimeError: connection refused",
     ]
+
+
+def test_equal_failures_are_shown_once_though_they_name_their_rank() -> None:
+    """pytest shows the arguments of a test, with the world and addresses."""
+    shown = [
+        f"world = World(rank={rank}, size=3), <f at 0x{rank}ab>" for rank in (0, 1)
+    ]
+    facts = [raised(rank, rank + 1.0) for rank in range(3)]
+    for rank, text in enumerate((*shown, "another")):
+        reply = facts[rank].reply
+        assert reply is not None
+        facts[rank] = replace(facts[rank], reply=replace(reply, traceback=text))
+    outcomes, root = outcomes_of(facts)
+    assert root == 0
+    told = str(WorldError(outcomes, outcomes[0]))
+    assert shown[0] in told and shown[1] not in told
+    assert (
+        "also failed: rank 1: raised RuntimeError: connection refused\n  (as the"
+        in (told)
+    )
+
+
+def test_output_of_which_a_rank_kept_no_middle_says_so() -> None:
+    text = "".join(f"line {n}\n" for n in range(60)) * 2
+    text = text.replace("line 59\nline 0\n", "line 59\n\n[... 77 bytes left out ...]\n")
+    outcomes, root = outcomes_of([replace(raised(0, 1.0), output=text)])
+    assert root == 0
+    told = str(WorldError(outcomes, outcomes[0]))
+    assert "line 9\n[... 70 lines and 77 bytes left out ...]\nline 20" in told
+    assert told.count("left out") == 1
 
 
 def test_a_huge_message_is_shown_whole_once() -> None:

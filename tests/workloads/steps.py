@@ -72,6 +72,22 @@ class Trains(Right):
         return nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
 
 
+class ReportsTheScaledLoss(Trains):
+    """No fault: the loss is that of the scaled losses, divided by the scale."""
+
+    def backward(
+        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
+    ) -> float:
+        if scaler is None:
+            return super().backward(stack, micro_batches, scaler)
+        total, rows = 0.0, sum(len(x) for x, _ in micro_batches)
+        for x, y in micro_batches:
+            scaled = scaler.scale(self.loss(stack.module(x), y) * (len(x) / rows))
+            scaled.backward()
+            total += scaled.item() / scaler.get_scale()
+        return total
+
+
 class TrainsSharded(Trains):
     """No fault: fully_shard, where the norm is a DTensor."""
 
