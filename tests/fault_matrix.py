@@ -231,7 +231,7 @@ MATRIX = {
         bad=prints_much,
         others=nothing,
         states=(OK, RAISED, OK),
-        says=("lines left out",),
+        says=("left out",),
         within_s=10.0,
     ),
 }

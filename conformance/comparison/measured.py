@@ -46,7 +46,7 @@ class Lack(Enum):
         "direction of a step"
     )
     COUNTS = "the losses of ranks differ and their numbers of tokens are unknown"
-    PLANTED = "it is of the scaled loss, into which gradparity wrote an inf or a nan"
+    OVERFLOW = "the step overflowed, and with it the loss"
 
 
 @dataclass(frozen=True, kw_only=True)

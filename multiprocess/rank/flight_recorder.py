@@ -371,6 +371,10 @@ def _resolved(group: Any) -> Any:
     return group
 
 
+_NOT_DESCRIBED = "undefined"
+"""Description that torch gives to a group without one."""
+
+
 def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
     """Return a group's name, and the ranks of its members in the world.
 
@@ -384,6 +388,10 @@ def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
     if group is not None and group is default:
         return f"the default group{suffix}", members
     name = group if isinstance(group, str) else str(getattr(group, "group_name", "?"))
+    name = f"group {name}"
+    description = getattr(group, "group_desc", _NOT_DESCRIBED)
+    if description != _NOT_DESCRIBED:  # that of a mesh names its axis
+        name = f"{name} ({description})"
     if suffix:  # the groups of several default groups have the same names in torch
         name = f"{name} of a default group{suffix}"
     # torch does not know a group that a test makes by itself

@@ -179,14 +179,21 @@ def test_a_right_scaler_passes_in_a_step_of_its_users(
     ("faults", "status"),
     [("nan@r0s1:loss", "pass"), ("nan@r0s*:loss", "skipped"), ("none", "pass")],
 )
-def test_a_loss_into_which_gradparity_wrote_an_inf_is_not_compared(
+def test_a_loss_of_a_step_that_overflows_is_not_compared(
     runner: Runner, faults: str, status: str
 ) -> None:
     found = case(runner, ReportsTheScaledLoss, PLAIN, faults=faults)
     assert found.status == "pass", (found.problem, failed(found))
     (of_loss,) = [v for v in found.verdicts if v.law == "parity.loss"]
     assert of_loss.status == status, of_loss
-    assert ("into which gradparity wrote" in of_loss.message) == (faults != "none")
+    assert ("the step overflowed" in of_loss.message) == (faults != "none")
+
+
+def test_a_loss_that_comes_from_tiny_scaled_losses_is_rounded(runner: Runner) -> None:
+    settings = f"steps=2,scale=1e-40,model={MODULE}:{ReportsTheScaledLoss.__name__}"
+    found = runner.run(PLAIN, Scenario.parse(f"dp2/2/fp32/own/none/{settings}"))
+    of_loss = {v.law: v for v in found.verdicts}["parity.loss"]
+    assert of_loss.status == "pass", of_loss
 
 
 def test_two_optimizers_of_a_step_decide_each_for_itself(runner: Runner) -> None:

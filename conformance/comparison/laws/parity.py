@@ -42,8 +42,8 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
     worst, first = parity.worst.get(kind), parity.first_bad.get(kind)
     if worst is None and kind == "gradient" and _all_bad(evidence):
         return skipped("every step had a bad gradient: none was used")
-    if worst is None and {*parity.lacking.get(kind, ())} == {Lack.PLANTED}:
-        return skipped(f"every {kind} was not compared: {Lack.PLANTED.value}")
+    if worst is None and {*parity.lacking.get(kind, ())} == {Lack.OVERFLOW}:
+        return skipped(f"no {kind} was compared: {Lack.OVERFLOW.value}, every time")
     status, message = Status.PASS, "nothing was compared"
     if worst is not None:
         # a loss has no rank and no parameter to name
@@ -131,7 +131,7 @@ _WAY_OUT = {
     Lack.DIRECTION: _LESS_ROUNDING,
     Lack.COUNTS: "the model on one process does not accept the inputs of shard, or the "
     "loss has several counts (return the loss of the whole batch on all ranks)",
-    Lack.PLANTED: "return the loss before it is scaled",
+    Lack.OVERFLOW: "return the loss before it is scaled",
 }
 _OF_UPDATES = (
     "steps are below the rounding of the weights (use a larger learning rate), the "
