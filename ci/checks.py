@@ -288,7 +288,7 @@ def _other_environment(now: Header, then: Provenance) -> Iterator[tuple[str, str
             for name in ("platform", "backend", "device")
         ),
         *(
-            (f"data {name}", digest, now.data.get(name, "missing"))
+            (f"data {name}", digest, now.data.get(name, "none"))
             for name, digest in then.data.items()
         ),
     ]

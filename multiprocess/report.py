@@ -29,7 +29,7 @@ _WIDTH = 1000
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
 _OF_A_RANK = re.compile(r"(?<=World\(rank=)\d+|(?<= at )0x[0-9a-f]+")
-"""What differs between equal failures: the world that pytest shows, and addresses."""
+"""Parts of equal failures that differ: the world that pytest shows, and addresses."""
 
 _NOT_KEPT = re.compile(r"\[\.\.\. (\d+) bytes left out \.\.\.\]")
 """Mark of a rank's output of which the middle was not kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -89,7 +90,12 @@ class ScalerUnderTest:
     def load(self, saved: Saved) -> None:
         """Load a saved state into the tested scaler."""
         with self.watch("torch.load of its state_dict"):
-            loaded = torch.load(io.BytesIO(saved.scaler), weights_only=True)
+            try:
+                loaded = torch.load(io.BytesIO(saved.scaler), weights_only=True)
+            except pickle.UnpicklingError as error:
+                # torch's text begins with ways to load a file that is trusted
+                _, _, why = str(error).partition("WeightsUnpickler error: ")
+                raise pickle.UnpicklingError(why or str(error)) from error
         with self.watch("load_state_dict"):
             self.scaler.load_state_dict(loaded)
 

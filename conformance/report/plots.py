@@ -231,10 +231,14 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
     # Use a scale of decades: factors of 40 and of a million are both beyond the bound.
     largest = max((r for _, r in worst if math.isfinite(r)), default=1.0)
     decades = LEAST_DECADE, max(1, math.ceil(math.log10(max(largest, 1.0))))
+    bound = left + length * _share(1.0, *decades)
     body = []
     for row, (name, ratio) in enumerate(worst):
         y = TOP + 18 * row
         width = length * _share(ratio, *decades)
+        number = left + width + 5
+        if number < bound < number + 32:  # the line would run through the number
+            number = bound + 5
         body.append(
             Markup(
                 '<text x="{0}" y="{1}" text-anchor="end">{2}</text>'
@@ -248,15 +252,13 @@ def error_bars(record: CaseRecord, curves: Curves, most: int = 8) -> Markup:
                 left,
                 y,
                 max(1.0, width),
-                left + width + 5,
+                number,
                 ratio,
             )
         )
     height = TOP + 18 * len(worst) + 4
     body.append(
-        Markup('<path class="bound" d="M{} {}V{}"/>').format(
-            left + length * _share(1.0, *decades), TOP - 4, height
-        )
+        Markup('<path class="bound" d="M{} {}V{}"/>').format(bound, TOP - 4, height)
     )
     title = f"error / bound (line: 1, in decades), {record.scaler}"
     return _svg(title, body, height)

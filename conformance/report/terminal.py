@@ -294,7 +294,8 @@ def print_report(console: Console, report: Report) -> None:
     all_places = places(report)
     for first, *others in all_places[:PLACES]:
         assert first.location is not None
-        where = Text(f"where {plain(first.scenario)}: ", style="bold")
+        scaler = f" {first.scaler}" if len(report.scalers) > 1 else ""
+        where = Text(f"where {plain(first.scenario + scaler)}: ", style="bold")
         text = plain(first.location.text)
         text += f" (and in {counted(len(others), 'more run')})" if others else ""
         console.print(where.append(text, style="not bold"), soft_wrap=True)

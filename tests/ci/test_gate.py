@@ -199,7 +199,7 @@ WORSE: dict[str, tuple[Edit, int, str]] = {
     ),
     "another platform": (header(platform="darwin-arm64"), 4, "environment: "),
     "other data": (header(data={"digits": "0"}), 4, "data digits"),
-    "no data": (header(data={}), 4, "the report has missing"),
+    "no data": (header(data={}), 4, "the report has none"),
 }
 
 
