@@ -179,6 +179,16 @@ def test_a_wrong_gradient_that_a_module_hands_on_is_that_of_the_outermost(
     assert (found.module, found.inside, found.ranks) == ("", "", (1,))
 
 
+def test_ranks_that_skip_alone_are_named(runner: Runner) -> None:
+    scaler = "gradparity.fixtures.faulty:NeverAgrees"
+    case = runner.run(
+        scaler, Scenario.parse("fsdp/2/fp32/sgd/inf@r1s1:up.weight/steps=3")
+    )
+    found = runner.localise(case)
+    assert found is not None and found.where == "update"
+    assert ": rank 0 stepped, rank 1 did not" in found.text
+
+
 def test_a_step_inside_of_a_step_is_reported(runner: Runner) -> None:
     found = located(runner, own(misplaced.NeverAveragedTwice, "dp2/2/fp32"))
     assert "micro-batch 1: what came in is right, the output differs" in found.text
