@@ -276,7 +276,7 @@ def ended_without(call: Collective, ended: Records) -> int | None:
         ended: Last collectives of the ranks that have ended.
     """
     if call.op in TWO_SIDED:
-        return None
+        return None  # see `ended_without_sending`
     for rank in sorted(ended.keys() & set(call.ranks)):
         numbers = [
             c.number
@@ -287,6 +287,36 @@ def ended_without(call: Collective, ended: Records) -> int | None:
         if is_known and max(numbers, default=0) < call.number:
             return rank
     return None
+
+
+def ended_without_sending(
+    call: Collective, rank: int, issued: Sequence[Collective], ended: Records
+) -> int | None:
+    """Return the rank that has ended and never sends what a rank receives, or None.
+
+    Args:
+        call: Operation in which ``rank`` waits.
+        rank: Waiting rank.
+        issued: Its last collectives.
+        ended: Last collectives of the ranks that have ended.
+    """
+    if call.op != "recv" or len(call.ranks) != 1:
+        return None
+    (peer,) = call.ranks
+    if peer not in ended or not (_has_all(issued) and _has_all(ended[peer])):
+        return None
+    due = [
+        c
+        for c in issued
+        if (c.op, c.group, c.ranks) == ("recv", call.group, call.ranks)
+        and c.position <= call.position
+    ]
+    sent = [
+        c
+        for c in ended[peer]
+        if (c.op, c.group, c.ranks) == ("send", call.group, (rank,))
+    ]
+    return peer if len(sent) < len(due) else None
 
 
 def _has_all(issued: Sequence[Collective]) -> bool:

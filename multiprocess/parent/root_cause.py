@@ -216,7 +216,9 @@ def observed(fact: Fact) -> RankOutcome:
     if fact.place is Place.IMPORTING:
         message += "; start_timeout_s limits this"
     if fact.left_by is not None:
-        message += f"; rank {fact.left_by} has ended without issuing it"
+        last = fact.collectives[-1].op if fact.collectives else ""
+        lacks = "sending it" if last == "recv" else "issuing it"
+        message += f"; rank {fact.left_by} has ended without {lacks}"
     return replace(
         blank,
         state=RankState.HUNG,

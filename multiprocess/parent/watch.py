@@ -17,7 +17,11 @@ from .. import linux
 from ..messages import Kind, Reply
 from ..outcomes import Place
 from ..rank.frames import is_of_harness
-from ..report import ended_without, render_interrupted
+from ..report import (
+    ended_without,
+    ended_without_sending,
+    render_interrupted,
+)
 from ..spec import CallOptions
 from .rank_processes import Capture, RankProcess, RankProcesses
 from .root_cause import Fact, observed
@@ -195,7 +199,12 @@ class Watch:
         ended = {rank: self._processes.collectives(rank) for rank in self._replies}
         for waiting in self._unfinished():
             call = self._processes.current_collective(waiting.rank)
-            without = None if call is None else ended_without(call, ended)
+            if call is None:
+                continue
+            issued = self._processes.collectives(waiting.rank)
+            without = ended_without(call, ended)
+            if without is None:
+                without = ended_without_sending(call, waiting.rank, issued, ended)
             if without is not None:
                 self._left_by[waiting.rank] = without
                 self._end_within(self._grace_s)

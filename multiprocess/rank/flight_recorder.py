@@ -230,6 +230,8 @@ def _wrap(
             # Recorded before the call: one that never returns is then the last record.
             caller = line_outside(sys._getframe(1), _QUIET)
             group_name, ranks = _identity(group, writer)
+            if name in ("send", "recv") and ranks:
+                ranks = [ranks[peer] for peer in args[2:3]]  # (group, tensors, peer)
             record = writer.record(group_name, name, _tensors(args), caller, ranks)
             before = writer.enter(Place.COLLECTIVE, record)
             result = wrapped(*args, **kwargs)

@@ -111,6 +111,36 @@ def test_a_collective_that_a_smaller_default_group_lacks_is_named() -> None:
     assert "rank 0: none" not in text
 
 
+def sends(count: int) -> None:
+    """Send ``count`` tensors to rank 3 of the world, which receives two later."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() == 1:
+        for _ in range(count):
+            dist.send(torch.ones(1), 3, group=group)
+    if dist.get_rank() == 3:
+        time.sleep(0.5)
+        first, second = (torch.zeros(1) for _ in range(2))
+        dist.recv(first, 1, group=group)
+        pending = dist.irecv(second, 1, group=group)
+        assert pending is not None
+        pending.wait()
+        assert first == second == 1
+
+
+def test_a_rank_that_ended_after_its_sends_is_not_missing() -> None:
+    with Cluster(4, grace_s=0.1) as cluster:
+        cluster.run(sends, 2)
+
+
+def test_a_rank_that_ended_without_a_send_is_named() -> None:
+    """The rank that receives waited until the limit."""
+    with Cluster(4, grace_s=0.1) as cluster, pytest.raises(WorldError) as caught:
+        cluster.run(sends, 1)
+    text = str(caught.value)
+    assert "rank 1 has ended without sending it" in text
+    assert "rank 3: #2 recv float32[1] in group 1," in text
+
+
 def test_an_uninstalled_flight_recorder_records_nothing(cluster: Cluster) -> None:
     def act() -> Any:
         dist.all_reduce(torch.ones(1))
