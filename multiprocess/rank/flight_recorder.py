@@ -373,10 +373,6 @@ def _resolved(group: Any) -> Any:
     return group
 
 
-_NOT_DESCRIBED = "undefined"
-"""Description that torch gives to a group without one."""
-
-
 def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
     """Return a group's name, and the ranks of its members in the world.
 
@@ -391,8 +387,9 @@ def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
         return f"the default group{suffix}", members
     name = group if isinstance(group, str) else str(getattr(group, "group_name", "?"))
     name = f"group {name}"
-    description = getattr(group, "group_desc", _NOT_DESCRIBED)
-    if description != _NOT_DESCRIBED:  # that of a mesh names its axis
+    description = str(getattr(group, "group_desc", ""))
+    # a test may describe a group otherwise on each rank, and a mesh does not
+    if description.startswith("mesh_"):
         name = f"{name} ({description})"
     if suffix:  # the groups of several default groups have the same names in torch
         name = f"{name} of a default group{suffix}"

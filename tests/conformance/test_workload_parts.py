@@ -513,12 +513,26 @@ class HasItsOwnNames(Ddp):
     """Names that look like optional ones, of other things."""
 
     schedule = nn.Identity
+    preferences = ("fast",)
+    checkpointing = True
+    micro_batches = None
 
     def gradient(self, x: Tensor) -> Tensor:
         return x
 
     def shards(self, x: Tensor) -> Tensor:
         return x
+
+    def micro_batch(self, batch: Any) -> Any:
+        return batch
+
+
+class IsAModule(nn.Module, Ddp):
+    """The workload is a module, with a module inside that no class has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduled = nn.Identity()
 
 
 class ClipsToNothing(StepTakesNoScaler):
@@ -666,7 +680,10 @@ def test_parts_that_are_not_the_batch_are_an_error(
             "training_step: has no meaning here: did you mean train_step?",
         ),
         (CountIsMisspelt, "skip_steps: has no meaning here: did you mean skipped_st"),
-        (BuffersAreMisspelt, "Else rename it, for example to _local_buffer"),
+        (
+            BuffersAreMisspelt,
+            "did you mean local_buffers? If not, add: local_buffers = No",
+        ),
         (ClipsWithoutStep, "clip_norm: needs train_step, which clips"),
         (ClipsToNothing, "clip_norm: got 0.0, expected a norm above 0"),
         (ReducesInText, "reduce_dtype: got 'bf16', expected a floating dtype"),
@@ -703,8 +720,9 @@ def test_a_check_that_hangs_ends_at_a_limit(
     assert "hung, still running after 2.0 s; waiting: rank 0 in model (" in told
 
 
-def test_names_of_the_users_own_are_not_refused() -> None:
-    resolve_workload(f"{MODULE}:{HasItsOwnNames.__name__}")
+@pytest.mark.parametrize("stack", [HasItsOwnNames, IsAModule])
+def test_names_of_the_users_own_are_not_refused(stack: type) -> None:
+    resolve_workload(f"{MODULE}:{stack.__name__}")
 
 
 # - What is tried, and what is not

@@ -141,6 +141,25 @@ def test_a_rank_that_ended_without_a_send_is_named() -> None:
     assert "rank 3: #2 recv float32[1] in group 1," in text
 
 
+def test_a_group_is_named_by_the_axis_of_its_mesh_alone() -> None:
+    """Each rank may describe its groups in other words."""
+
+    def act() -> None:
+        mesh = current_world().mesh((2, 2), ("data", "model"))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("model"))
+        rank = dist.get_rank()
+        group = dist.new_group(group_desc=f"of rank {rank}")
+        dist.all_reduce(torch.ones(1), group=group)
+
+    with Cluster(4) as four:
+        groups = [
+            [call.group for call in outcome.collectives if call.op == "allreduce"]
+            for outcome in four.outcomes(act)
+        ]
+    assert all(name.endswith("(mesh_model)") for name, _ in groups)
+    assert len({described for _, described in groups}) == 1
+
+
 def test_an_uninstalled_flight_recorder_records_nothing(cluster: Cluster) -> None:
     def act() -> Any:
         dist.all_reduce(torch.ones(1))
