@@ -94,11 +94,12 @@ def record(
         raise UsageError(f"{out}: {error.strerror or error}") from error
     names = ["plain"]
     if noise:
-        names += ["again", *(f"nudged-{n}" for n in range(1, noise + 1))]
+        # Files that the job writes, such as a checkpoint, are those of the last run.
+        names += [*(f"nudged-{n}" for n in range(1, noise + 1)), "again"]
         say(
             f"gradparity: the command runs {len(names)} times, and writes its own "
-            f"files each time: as it is, again, and {counted(noise, 'time')} "
-            "with weights moved by a unit in the last place (--noise 0: once)"
+            f"files each time: as it is, {counted(noise, 'time')} with weights moved "
+            "by a unit in the last place, and again as it is (--noise 0: once)"
         )
     started = time.monotonic()
     done: list[str] = []
@@ -129,11 +130,13 @@ def record(
         if is_stopped:
             say("gradparity: stopped by a signal")
             break
+    is_complete = len(done) == len(names)
     manifest = Manifest(
         command=[word.encode("utf-8", "replace").decode() for word in command],
         steps=f"{orders.steps[0]}:{orders.steps[1]}",
-        runs=done,
-        complete=len(done) == len(names),
+        # the unchanged runs first; without all of them there is no noise
+        runs=["plain", "again", *names[1:-1]] if noise and is_complete else ["plain"],
+        complete=is_complete,
         code=result,
         twice=_twice(out),
         late=_late(out),

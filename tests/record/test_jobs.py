@@ -463,6 +463,21 @@ def test_the_exit_code_is_that_of_the_command(command: Command, tmp_path: Path) 
     assert not (tmp_path / "r").exists()  # the name can be used again
 
 
+def test_the_last_run_leaves_files_of_the_job_as_it_is(
+    command: Command, tmp_path: Path
+) -> None:
+    """A checkpoint of a nudged run began a resumed job, which was said to differ."""
+    notes = f'echo "$GRADPARITY_RECORD" >> {tmp_path}/notes; exec "$@"'
+    of = ["sh", "-c", notes, "sh", *command("plain")]
+    assert record(tmp_path / "r", "--noise", "3", of=of).returncode == 0
+    orders = [
+        json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()
+    ]
+    assert [each["nudge"] for each in orders] == [0, 1, 2, 3, 0]
+    manifest = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert manifest["runs"] == ["plain", "again", "nudged-1", "nudged-2", "nudged-3"]
+
+
 SLOW_JOB = """\
 import signal, sys, time
 def saves(number, _):
