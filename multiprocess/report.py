@@ -28,8 +28,9 @@ _WIDTH = 1000
 # Thread ids differ between ranks; without them equal stacks are shown once.
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
-_OF_A_RANK = re.compile(r"(?<=World\(rank=)\d+|(?<= at )0x[0-9a-f]+")
-"""Parts of equal failures that differ: the world that pytest shows, and addresses."""
+_OF_A_RANK = re.compile(r"(?<=World\(rank=)\d+|(?<= at )0x[0-9a-f]+(?=>)")
+"""Parts of equal failures that differ: the world that pytest shows, and addresses of
+objects."""
 
 _NOT_KEPT = re.compile(r"\[\.\.\. (\d+) bytes left out \.\.\.\]")
 """Mark of a rank's output of which the middle was not kept."""
@@ -179,21 +180,24 @@ def _details(outcome: RankOutcome) -> str:
 
 
 def _outputs(outcomes: Iterable[RankOutcome]) -> Iterator[str]:
-    alike: dict[str, list[int]] = defaultdict(list)
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for outcome in outcomes:
-        alike[outcome.output].append(outcome.rank)
-    for output, ranks in alike.items():
-        lines = [_cut(line) for line in output.splitlines()]
-        if not lines:
-            continue
-        yield from ("", f"--- output of {_listed(ranks)} ---")
-        if len(lines) > _HEAD + _TAIL:
-            left_out = lines[_HEAD:-_TAIL]
-            marks = [mark for line in left_out if (mark := _NOT_KEPT.fullmatch(line))]
-            bytes_ = "".join(f" and {mark[1]} bytes" for mark in marks)
-            text = f"[... {len(left_out) - len(marks)} lines{bytes_} left out ...]"
-            lines[_HEAD:-_TAIL] = [text]
-        yield from lines
+        alike[_shown(outcome.output)].append(outcome.rank)
+    for lines, ranks in alike.items():
+        if lines:
+            yield from ("", f"--- output of {_listed(ranks)} ---", *lines)
+
+
+def _shown(output: str) -> tuple[str, ...]:
+    """Return the lines of a rank's output that are shown."""
+    lines = [_cut(line) for line in output.splitlines()]
+    if len(lines) > _HEAD + _TAIL:
+        left_out = lines[_HEAD:-_TAIL]
+        marks = [mark for line in left_out if (mark := _NOT_KEPT.fullmatch(line))]
+        bytes_ = "".join(f" and {mark[1]} bytes" for mark in marks)
+        text = f"[... {len(left_out) - len(marks)} lines{bytes_} left out ...]"
+        lines[_HEAD:-_TAIL] = [text]
+    return tuple(lines)
 
 
 def _cut(line: str) -> str:

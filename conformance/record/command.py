@@ -235,12 +235,12 @@ def _run(
             log = stack.enter_context((out / f"{name}.log").open("wb"))
             streams = {"stdout": log, "stderr": subprocess.STDOUT}
         asked, jobs = list[int](), list[subprocess.Popen[bytes]]()
-        in_terminal = _is_in_foreground()
 
         def ask(number: int, _: object) -> None:
             asked.append(number)
-            # on Ctrl-C the terminal signals the job itself
-            for job in jobs if number != signal.SIGINT or not in_terminal else ():
+            # Who sends SIGINT, such as a terminal, sends it to the job, too. A second
+            # one would end the job while it saves a checkpoint.
+            for job in jobs if number != signal.SIGINT else ():
                 job.send_signal(number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -256,20 +256,6 @@ def _run(
         code = jobs[0].wait()
     # as a shell reports a signal
     return code if code >= 0 else 128 - code, bool(asked)
-
-
-def _is_in_foreground() -> bool:
-    """True if Ctrl-C in a terminal signals this process."""
-    try:
-        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
 
 
 def _has_files(folder: Path) -> bool:

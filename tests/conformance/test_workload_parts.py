@@ -490,9 +490,9 @@ class ClipsWithoutStep(Ddp):
 
 
 class StepIsMisspelt(Ddp):
-    """No step of its own is called, whatever its parameters are called."""
+    """No step of its own is called; only the scaler has the name that it should."""
 
-    def training_step(self, s: Any, b: Any, *more: Any) -> None:
+    def training_step(self, model: Any, parts: Any, scaler: Any) -> None:
         raise AssertionError
 
 
@@ -527,6 +527,9 @@ class HasItsOwnNames(Ddp):
 
     def micro_batch(self, batch: Any) -> Any:
         return batch
+
+    def train_steps(self, model: Any, batch: Any, step: Any) -> None:
+        raise AssertionError
 
 
 class IsAModule(nn.Module, Ddp):

@@ -249,19 +249,30 @@ def test_equal_failures_are_shown_once_though_they_name_their_rank() -> None:
     shown = [
         f"world = World(rank={rank}, size=3), <f at 0x{rank}ab>" for rank in (0, 1)
     ]
+    others = f"{shown[0]}, bad buffer at 0x1000"  # an address that the test gives
     facts = [raised(rank, rank + 1.0) for rank in range(3)]
-    for rank, text in enumerate((*shown, "another")):
+    for rank, text in enumerate((*shown, others)):
         reply = facts[rank].reply
         assert reply is not None
         facts[rank] = replace(facts[rank], reply=replace(reply, traceback=text))
     outcomes, root = outcomes_of(facts)
     assert root == 0
     told = str(WorldError(outcomes, outcomes[0]))
-    assert shown[0] in told and shown[1] not in told
+    assert shown[0] in told and shown[1] not in told and others in told
     assert (
         "also failed: rank 1: raised RuntimeError: connection refused\n  (as the"
         in (told)
     )
+
+
+def test_output_that_differs_where_it_is_not_shown_is_shown_once() -> None:
+    texts = ["".join(f"line {n * (n != 20)}\n" for n in range(90)) for _ in range(2)]
+    texts[1] = texts[1].replace("line 30", "another")
+    facts = [replace(raised(n, 1.0), output=text) for n, text in enumerate(texts)]
+    outcomes, root = outcomes_of(facts)
+    assert root is not None
+    told = str(WorldError(outcomes, outcomes[root]))
+    assert told.count("--- output of rank 0, 1 ---") == told.count("line 9\n") == 1
 
 
 def test_output_of_which_a_rank_kept_no_middle_says_so() -> None:

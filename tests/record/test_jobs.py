@@ -494,7 +494,7 @@ time.sleep(60)
 def test_a_job_that_is_asked_to_end_may_save_its_checkpoint(
     tmp_path: Path, name: str
 ) -> None:
-    """The command above the job, which has no terminal, hands the signal on."""
+    """Ctrl-C reaches the job from the terminal, SIGTERM by the command above it."""
     words = [sys.executable, "-c", SLOW_JOB.format(name)]
     program = [sys.executable, "-m", "gradparity.conformance", "record"]
     started = subprocess.Popen(
@@ -507,7 +507,10 @@ def test_a_job_that_is_asked_to_end_may_save_its_checkpoint(
     assert started.stdout is not None
     while "ready" not in started.stdout.readline():
         assert started.poll() is None
-    started.send_signal(getattr(signal, name))
+    if name == "SIGINT":
+        os.killpg(started.pid, signal.SIGINT)
+    else:
+        started.send_signal(signal.SIGTERM)
     told, error = started.communicate()
     assert told == "saved\n" and "no optimizer of torch was called" in error
     assert started.returncode == 2  # of the recording: the job ended with 0
