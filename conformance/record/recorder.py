@@ -16,7 +16,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -106,6 +106,10 @@ class Recorder:
         those of an inner loop, are not recorded. Empty if ``record`` was not called."""
         self.trained: set[int] = set()
         """ids of the trained parameters in ``declared``."""
+        self.open_blocks = 0
+        """Number of blocks of :func:`record` that have begun and not ended."""
+        self.is_told = False
+        """True if a block was said not to be recorded."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.process = os.getpid()
@@ -455,6 +459,25 @@ class Recorder:
 
     # - The end
 
+    def close_block(self) -> None:
+        """Write the recording when the last open block of ``record`` ends."""
+        self.open_blocks -= 1
+        if not self.open_blocks:
+            self.write()
+
+    def tell_block_after_the_end(self) -> None:
+        """Say once that a block is not recorded, because an earlier one has ended."""
+        steps = self.calls[0] - self.orders.first
+        if self.is_told or self.rank or steps >= len(self.steps):
+            return
+        self.is_told = True
+        print(
+            "gradparity: a block of record() has ended before, after "
+            f"{counted(steps, 'step')}, and this one is not recorded: put one block "
+            "around the whole training",
+            file=sys.stderr,
+        )
+
     def write(self) -> None:
         """Write the recording once; without a recorded step write the reason."""
         if self.written or (self.done and os.getpid() != self.process):
@@ -613,7 +636,9 @@ def record(
 
     Args:
         model: module from which the parameters' names are taken.
-        optimizers: objects with ``param_groups`` and ``step``.
+        optimizers: objects with ``param_groups`` and ``step``. Blocks may be nested,
+            each with its own model and optimizers; after the outermost one has ended
+            nothing more is recorded.
         places: position of a rank's part, for parameters that are not DTensors: (name,
             parameter) -> (name in the whole model, shape of the whole tensor, position
             of the first element), or None. Needed for shards that are plain tensors,
@@ -623,21 +648,33 @@ def record(
     if recorder is None:
         yield
         return
-    recorder.roots.places = places
+    every = [o for each in optimizers for o in _listed(each)]
+    if recorder.written:
+        recorder.tell_block_after_the_end()
+        yield
+        return
+    recorder.roots.places = places or recorder.roots.places
     with recorder.noting("the model of record()"), torch.no_grad():
         recorder.roots.add(model)
         recorder.prepare(model)
-    if optimizers and all(isinstance(each, Optimizer) for each in optimizers):
-        recorder.trained = set[int]().union(*map(parameters_of, optimizers))
+    if every and all(isinstance(each, Optimizer) for each in every):
+        # blocks may be nested, each with optimizers of its own
+        recorder.trained |= set[int]().union(*map(parameters_of, every))
         with recorder.noting("the model of record()"):
             ids = {id(each) for each in model.modules()}
-            recorder.declared = recorder.trained | ids
+            recorder.declared |= recorder.trained | ids
+    recorder.open_blocks += 1
     with ExitStack() as stack:
-        stack.callback(recorder.write)
-        for optimizer in optimizers:
+        stack.callback(recorder.close_block)
+        for optimizer in every:
             if not isinstance(optimizer, Optimizer):
-                stack.enter_context(recorder.watching(optimizer))
+                with recorder.noting("an optimizer of record()"):
+                    stack.enter_context(recorder.watching(optimizer))
         yield
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 recorder: Recorder | None = None

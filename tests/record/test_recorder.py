@@ -181,6 +181,61 @@ def test_only_what_the_job_declares_is_recorded(
     assert {step: len(of_step) for step, of_step in run.rows.items()} == {0: 4, 1: 4}
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_nested_blocks_are_all_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_list: bool
+) -> None:
+    """The inner one took the place of the outer one, whose faults were not seen."""
+    each = installed(tmp_path, monkeypatch, steps=(0, 2))
+    models = nn.Linear(3, 1), nn.Linear(3, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    first, second = ([o] if is_list else o for o in optimizers)
+    try:
+        with gradparity.record(models[0], first), gradparity.record(models[1], second):
+            for step in range(2):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    model(rows(step)).sum().backward()
+                    optimizer.step()
+    finally:
+        each.remove()
+    run = read_merged(tmp_path)
+    assert len({name for _, kind, name in run.tensors if kind == "gradient"}) == 4
+    assert run.steps == [0, 1] and run.notes == ()
+
+
+def test_a_block_after_the_end_of_the_recording_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    each = installed(tmp_path, monkeypatch, steps=(0, 3))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        for step in range(3):
+            with gradparity.record(model, optimizer):
+                model(rows(step)).sum().backward()
+                optimizer.step()
+    finally:
+        each.remove()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "has ended before, after 1 step, and this" in told
+
+
+def test_arguments_that_are_no_optimizers_do_not_end_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = installed(tmp_path, monkeypatch, steps=(0, 1))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    wrong: Any = optimizer, model
+    try:
+        with gradparity.record(*wrong):
+            model(rows(0)).sum().backward()
+            optimizer.step()
+    finally:
+        each.remove()
+    assert "an optimizer of record()" in str(each.recording.notes)
+
+
 class Wrapper(torch.optim.Optimizer):
     """Passes ``step`` on without torch's hooks, as accelerate's optimizer does."""
 
