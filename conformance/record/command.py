@@ -39,11 +39,11 @@ __all__ = ["compare", "record"]
 HOOK = Path(__file__).parent / "hook"
 MANIFEST = "run.json"
 LINES = """\
-gradparity: no optimizer of torch was called. A step that is compiled is not seen: call
-the optimizer's own. A process that ends by os._exit before its last recorded step
-writes nothing: record fewer --steps. If the optimizer is not one of torch, or the job
-sets PYTHONPATH or runs Python with -I, with -E or in a container, add two lines around
-the training:
+gradparity: no optimizer of torch was called, or nothing could be written. A step that
+is compiled is not seen: call the optimizer's own. A process that ends by os._exit
+before its last recorded step writes nothing: record fewer --steps. If the optimizer is
+not one of torch, or the job sets PYTHONPATH or runs Python with -I, with -E or in a
+container, add two lines around the training:
 
     import gradparity
     with gradparity.record(model, optimizer): ...

@@ -28,6 +28,7 @@ from .beside import (
 )
 from .differences import KINDS, Row, rows_of_sides, running_statistics
 from .equal import (
+    PLACES,
     equal_inputs,
     listed,
     no_step,
@@ -220,7 +221,7 @@ def _obstacles(
     for text in unplaced(one, other):
         yield NOT_COMPARABLE, text
     if not names:
-        yield NOT_COMPARABLE, _no_names(one.run, other.run)
+        yield NOT_COMPARABLE, _no_names(one, other)
         return
     for side in (one, other):
         for text in other_on_ranks(side):
@@ -275,18 +276,28 @@ def _obstacles(
         yield UNDECIDED, f"{one.name} has {lacks}: {way_out}"
 
 
-def _no_names(one: Run, other: Run) -> str:
-    """Return why no tensors of the two sides match; "" if they share names."""
-    first, second = min(one.steps), min(other.steps)
+def _no_names(one: Side, other: Side) -> str:
+    """Return why no tensors of the two sides match; "" if values of one name differ."""
+    first, second = min(one.run.steps), min(other.run.steps)
     if first != second:
         return (
             f"the sides begin at steps {first} and {second}, so weights of the start "
             "cannot be matched: give record the same --steps"
         )
-    mine, its = (run.names("weight", first) for run in (one, other))
-    same = any(name in its for name in mine)
-    way_out = same_start(first)
-    return "" if same else f"starts differ: no tensor has equal bits. {way_out}"
+    mine, its = (
+        {name: start.shape for name, (_, start) in side.run.starts.items()}
+        for side in (one, other)
+    )
+    both = [name for name in mine if name in its]
+    if not both:
+        return f"starts differ: no tensor has equal bits. {same_start(first)}"
+    if any(mine[name] == its[name] for name in both):
+        return ""
+    name = both[0]
+    return (
+        f"starts differ: {name} has shape {[*mine[name]]} in {one.name}, and "
+        f"{[*its[name]]} in {other.name}. If ranks hold parts of it, {PLACES}"
+    )
 
 
 def _decide(

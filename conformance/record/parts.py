@@ -275,8 +275,7 @@ class Roots:
         """
         declared = None if self.places is None else self.places(name, parameter)
         if declared is not None:
-            name, shape, offsets = declared
-            return [Piece(name, 0, Box(tuple(shape), tuple(offsets), box.local))]
+            return [_declared(name, declared, box.local)]
         if id(parameter) in self.checkpointed:
             return self.checkpointed[id(parameter)][1]
         return [Piece(name, 0, box)]
@@ -298,6 +297,32 @@ class Roots:
         named = ((self.name_of(p), p) for p in parameters if p.requires_grad)
         trained = ((name, p, place(p)[1]) for name, p in named if name is not None)
         return {piece.name for each in trained for piece in self.pieces(*each)}
+
+
+def _declared(name: str, declared: Any, local: tuple[int, ...]) -> Piece:
+    """Return the piece that ``places`` declares.
+
+    Raises:
+        ValueError: if the part does not lie in the whole tensor.
+    """
+    try:
+        whole, shape, offsets = declared
+        box = Box(tuple(shape), tuple(offsets), local)
+        first, sizes, room = box.offsets, local, box.shape
+        if box.is_flat:  # a range of the flattened tensor
+            sizes, room = (box.size,), (math.prod(box.shape),)
+        dims = zip(first, sizes, room, strict=True)
+        is_right = all(0 <= at <= n - size for at, size, n in dims)
+        is_right = is_right and isinstance(whole, str)
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            f"places returned {declared!r:.200} for {name}, whose part has shape "
+            f"{[*local]}. Expected: (name in the whole model, shape of the whole "
+            "tensor, position of the part's first element)"
+        )
+    return Piece(whole, 0, box)
 
 
 def has_plain_bits(tensor: Tensor) -> bool:

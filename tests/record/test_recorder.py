@@ -27,10 +27,11 @@ from gradparity.conformance.record.differences import Row
 from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import read_run
-from gradparity.conformance.record.kept import IDLE, RESULT
+from gradparity.conformance.record.kept import IDLE, RESULT, Box
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
+from gradparity.conformance.record.parts import Roots
 from gradparity.conformance.record.recorder import Recorder
 from gradparity.conformance.record.rows import MOST, bags_of, rows_of
 from gradparity.multiprocess import Cluster, WorldError, current_world
@@ -234,6 +235,44 @@ def test_arguments_that_are_no_optimizers_do_not_end_the_job(
     finally:
         each.remove()
     assert "an optimizer of record()" in str(each.recording.notes)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("weight", (1, 3)),
+        ("weight", (1, 3), (0, 1)),
+        ("weight", (1, 3), (-1, 0)),
+        ("weight", (1, 3), (1,)),
+        (None, (1, 3), (0, 0)),
+    ],
+)
+def test_a_place_outside_of_the_whole_tensor_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    each = installed(tmp_path, monkeypatch, steps=(0, 1))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def places(name: str, _: Any) -> Any:
+        return place if name == "weight" else None
+
+    try:
+        with gradparity.record(model, optimizer, places=places):
+            model(rows(0)).sum().backward()
+            optimizer.step()
+    finally:
+        each.remove()
+    told = str(each.recording.notes)
+    assert "for weight, whose part has shape [1, 3]. Expected: (name in the" in told
+
+
+def test_a_range_of_the_flattened_tensor_is_a_place() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    roots = Roots()
+    roots.places = lambda name, _: (name, (2, 4), (3,))
+    (piece,) = roots.pieces("a", weight, Box((4,), (0,), (4,)))
+    assert piece.box == Box((2, 4), (3,), (4,))
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -1161,6 +1161,20 @@ def test_replicas_that_differ_after_the_last_step_alone(
     assert found.headline.endswith("record one step more") == (code == UNDECIDED)
 
 
+def test_names_with_other_shapes_are_told() -> None:
+    """Such as of a wrong declaration of where the part of a rank lies."""
+    other = run(4)
+    for key, mine in other.tensors.items():
+        if key[1] == "weight":
+            digest = (mine.digest or 0) + 1
+            wider = replace(mine, shape=(2, *mine.shape), digest=digest)
+            other = replace(other, tensors={**other.tensors, key: wider})
+    found = against(other)
+    assert found.code == NOT_COMPARABLE
+    assert found.headline.startswith("starts differ: a has shape [")
+    assert "If ranks hold parts of it, declare them" in found.headline
+
+
 def test_a_side_that_has_fewer_steps_is_reported() -> None:
     tensors = {key: each for key, each in run(4).tensors.items() if not key[0]}
     short = Side(name="mesh", run=replace(run(4), tensors=tensors))
