@@ -163,12 +163,19 @@ def missing_reduction(
             f": each rank has that of its own rows, and nothing averages them{inside}"
         )
     if is_clipped:
-        # parts that one norm has clipped add up to a multiple of the truth
-        norm = "" if is_multiple else ", clipped by its own norm"
+        # one norm clips all parts by one factor
+        spreads = (_spread_of_factors(*group) for group in groups)
+        norm = ", clipped by its own norm" if max(spreads) > most else ""
         return (
             f": each rank has its own part{norm}; nothing reduces them before the clip"
         )
     return ""
+
+
+def _spread_of_factors(parts: Sequence[Doubles], whole: Doubles) -> float:
+    """Return how much the factors differ that make ``whole`` a sum of the parts."""
+    factors, *_ = np.linalg.lstsq(np.stack(parts, axis=1), whole)
+    return float(factors.max() / factors.min() - 1)
 
 
 def is_sum_of(parts: Sequence[Doubles], whole: Doubles, most: float) -> bool:

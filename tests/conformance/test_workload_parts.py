@@ -512,15 +512,18 @@ class BuffersAreMisspelt(Ddp):
 class HasItsOwnNames(Ddp):
     """Names that look like optional ones, of other things."""
 
-    schedule = nn.Identity
+    schedules = nn.Identity
     preferences = ("fast",)
     checkpointing = True
-    micro_batches = data_axes = None
+    data_axes = None
     data_axis = ("dp",)
     references = torch.ones(2)
 
-    def gradient(self, x: Tensor) -> Tensor:
-        return x
+    def gradient(self, stack: Any) -> Any:
+        return stack
+
+    def schedule(self, optimizer: Any) -> Any:
+        return optimizer
 
     def shards(self, x: Tensor) -> Tensor:
         return x
