@@ -106,6 +106,9 @@ class Recorder:
         those of an inner loop, are not recorded. Empty if ``record`` was not called."""
         self.trained: set[int] = set()
         """ids of the trained parameters in ``declared``."""
+        self.records_all = False
+        """True if a block of :func:`record` has no optimizers, or some that are not
+        torch's. Then ``declared`` stays empty."""
         self.open_blocks = 0
         """Number of blocks of :func:`record` that have begun and not ended."""
         self.is_told = False
@@ -657,8 +660,10 @@ def record(
     with recorder.noting("the model of record()"), torch.no_grad():
         recorder.roots.add(model)
         recorder.prepare(model)
-    if every and all(isinstance(each, Optimizer) for each in every):
-        # blocks may be nested, each with optimizers of its own
+    if not every or not all(isinstance(each, Optimizer) for each in every):
+        recorder.records_all = True
+        recorder.declared.clear()
+    elif not recorder.records_all:  # blocks may be nested, each with its optimizers
         recorder.trained |= set[int]().union(*map(parameters_of, every))
         with recorder.noting("the model of record()"):
             ids = {id(each) for each in model.modules()}

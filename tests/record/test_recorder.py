@@ -204,6 +204,40 @@ def test_nested_blocks_are_all_recorded(
     assert run.steps == [0, 1] and run.notes == ()
 
 
+class OwnOptimizer:
+    """Optimizer that is not one of torch."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": [*parameters], "lr": 0.1}]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+
+
+@pytest.mark.parametrize("own_is_outer", [True, False])
+def test_an_own_optimizer_of_another_block_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_is_outer: bool
+) -> None:
+    each = installed(tmp_path, monkeypatch, steps=(0, 2))
+    models = nn.Linear(3, 1), nn.Linear(3, 2)
+    kinds: list[Any] = [OwnOptimizer, partial(torch.optim.SGD, lr=0.1)]
+    kinds = kinds if own_is_outer else kinds[::-1]
+    optimizers = [kind(m.parameters()) for kind, m in zip(kinds, models, strict=True)]
+    first, second = zip(models, optimizers, strict=True)
+    try:
+        with gradparity.record(*first), gradparity.record(*second):
+            for step in range(2):
+                for model, optimizer in (first, second):
+                    model(rows(step)).sum().backward()
+                    optimizer.step()
+    finally:
+        each.remove()
+    run = read_merged(tmp_path)
+    assert len({name for _, kind, name in run.tensors if kind == "gradient"}) == 4
+
+
 def test_a_block_after_the_end_of_the_recording_is_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
