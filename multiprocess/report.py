@@ -136,16 +136,20 @@ def _section(
     shown = {"": "", **(elsewhere or {})}
     alike: dict[tuple[str, str], list[RankOutcome]] = defaultdict(list)
     for outcome in outcomes:
-        what = outcome.headline.partition(": ")[2]
-        alike[_alike(what), _alike(_details(outcome))].append(outcome)
+        alike[_alike(_what(outcome)), _alike(_details(outcome))].append(outcome)
     for (_, key), every in alike.items():
-        what = every[0].headline.partition(": ")[2]
-        yield from ("", f"{title}: {_listed(o.rank for o in every)}: {what}")
+        ranks = _listed(outcome.rank for outcome in every)
+        yield from ("", f"{title}: {ranks}: {_what(every[0])}")
         if key not in shown:
             shown[key] = f"rank {every[0].rank}"
             yield from textwrap.indent(_details(every[0]), "  ").splitlines()
         elif key:
             yield f"  (as {shown[key]})"
+
+
+def _what(outcome: RankOutcome) -> str:
+    """Return a rank's headline without its number."""
+    return outcome.headline.partition(": ")[2]
 
 
 def _alike(text: str) -> str:

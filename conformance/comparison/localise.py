@@ -370,12 +370,12 @@ class _Gradients:
             look = "look at how ranks move a buffer"
         elif self.truth.keys().isdisjoint(self.names):
             look = "no gradient is due there: look at what else moves it"
-        ranks_by_step: dict[bool | None, list[int]] = {True: [], False: []}
-        for trace, at in self.seen:
-            ranks_by_step.setdefault(at.parameters_changed, []).append(trace.rank)
-        if all(ranks_by_step[moves] for moves in (True, False)):
-            did, did_not = (rank_list(ranks_by_step[m]) for m in (True, False))
-            look = f"{did} stepped, {did_not} did not"
+        did, did_not = (
+            [trace.rank for trace, at in self.seen if at.parameters_changed is changed]
+            for changed in (True, False)
+        )
+        if did and did_not:
+            look = f"{rank_list(did)} stepped, {rank_list(did_not)} did not"
         seen = any(at.gradients for _, at in self.seen)
         start = "no gradient was seen"
         if seen:

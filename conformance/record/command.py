@@ -94,7 +94,7 @@ def record(
         raise UsageError(f"{out}: {error.strerror or error}") from error
     names = ["plain"]
     if noise:
-        # Files that the job writes, such as a checkpoint, are those of the last run.
+        # The last run overwrites what the job has saved, such as its checkpoint.
         names += [*(f"nudged-{n}" for n in range(1, noise + 1)), "again"]
         say(
             f"gradparity: the command runs {len(names)} times, and writes its own "
@@ -238,8 +238,8 @@ def _run(
 
         def ask(number: int, _: object) -> None:
             asked.append(number)
-            # Who sends SIGINT, such as a terminal, sends it to the job, too. A second
-            # one would end the job while it saves a checkpoint.
+            # A terminal sends SIGINT to the job itself. A second one would end the job
+            # while it saves a checkpoint.
             for job in jobs if number != signal.SIGINT else ():
                 job.send_signal(number)
 

@@ -44,8 +44,9 @@ class Fact:
     stopped: bool = False
     waited_s: float = 0.0
     place: Place = Place.BODY
-    left_by: int | None = None
-    """Rank that ended without making the collective in which this rank waits."""
+    left_by: str = ""
+    """Description of the rank that ended without its part of the collective in which
+    this rank waits; else empty."""
 
     stacks: str = ""
     collectives: tuple[Collective, ...] = ()
@@ -215,10 +216,8 @@ def observed(fact: Fact) -> RankOutcome:
     message = f"{what} after {fact.waited_s:.1f} s"
     if fact.place is Place.IMPORTING:
         message += "; start_timeout_s limits this"
-    if fact.left_by is not None:
-        last = fact.collectives[-1].op if fact.collectives else ""
-        lacks = "sending it" if last == "recv" else "issuing it"
-        message += f"; rank {fact.left_by} has ended without {lacks}"
+    if fact.left_by:
+        message += f"; {fact.left_by}"
     return replace(
         blank,
         state=RankState.HUNG,

@@ -90,7 +90,9 @@ class Watch:
         """Rank -> parts of the test, such as subtests, that raised there."""
 
         self._order = 0
-        self._left_by: dict[int, int] = {}
+        self._left_by: dict[int, str] = {}
+        """Waiting rank -> description of the rank that it waits for in vain."""
+
         for rank in processes.ranks:
             rank.output.show(f"rank {rank.rank}: " if options.live else None)
 
@@ -201,12 +203,14 @@ class Watch:
             call = self._processes.current_collective(waiting.rank)
             if call is None:
                 continue
-            issued = self._processes.collectives(waiting.rank)
-            without = ended_without(call, ended)
-            if without is None:
+            lacks, without = "issuing", ended_without(call, ended)
+            if call.op == "recv":
+                issued = self._processes.collectives(waiting.rank)
+                lacks = "sending"
                 without = ended_without_sending(call, waiting.rank, issued, ended)
             if without is not None:
-                self._left_by[waiting.rank] = without
+                text = f"rank {without} has ended without {lacks} it"
+                self._left_by[waiting.rank] = text
                 self._end_within(self._grace_s)
 
     def _look_for_waits_in_teardown(self) -> None:
@@ -262,7 +266,7 @@ class Watch:
             stopped=rank.rank not in self._replies and _is_stopped(rank),
             waited_s=linux.now_s() - self._began,
             place=self._place(rank.rank),
-            left_by=self._left_by.get(rank.rank),
+            left_by=self._left_by.get(rank.rank, ""),
             collectives=self._processes.collectives(rank.rank),
         )
 

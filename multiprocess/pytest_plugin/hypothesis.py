@@ -110,19 +110,9 @@ class Steps:
             return run
 
         # Each run of a machine makes its test, a function with `@given`, by this one.
-        with mock.patch.object(stateful, make.__name__, made):
-            end = _ENDED
-            try:
-                yield
-            except CallEnded:  # the parent ends all ranks
-                end = ""
-                raise
-            except BaseException:
-                end = _LEFT
-                raise
-            finally:
-                if end:  # another rank may run one more machine
-                    self._publish_end(end)
+        # Another rank may run one more machine.
+        with mock.patch.object(stateful, make.__name__, made), self._publishing_end():
+            yield
 
     @contextmanager
     def of(self, test: Any) -> Iterator[None]:
@@ -159,12 +149,9 @@ class Steps:
         # Hypothesis offers this hook for other test runners.
         handle.inner_test = step
         own: BaseException | None = None
-        end = _ENDED
         try:
-            yield
-        except CallEnded:  # the parent ends all ranks
-            end = ""
-            raise
+            with self._publishing_end():
+                yield
         except (Agreed, _Unshrunk) as error:
             own = error.own or OtherRankFailed(str(error))
             for note in getattr(error, "__notes__", []):
@@ -172,13 +159,7 @@ class Steps:
             if isinstance(own, _Disagreement):  # its traceback shows only the harness
                 text = "\n".join([str(own), *getattr(own, "__notes__", [])])
                 own = pytest.fail.Exception(text, pytrace=False)
-            end = _LEFT
-        except BaseException:
-            end = _LEFT
-            raise
         finally:
-            if end:
-                self._publish_end(end)
             handle.inner_test = body
             for name in (SETTINGS, _SEED):
                 if name in before:
@@ -260,6 +241,22 @@ class Steps:
 
     def _publish(self, answer: _Answer) -> None:
         self._world.store.set(self._key(self._world.rank), json.dumps(answer))
+
+    @contextmanager
+    def _publishing_end(self) -> Iterator[None]:
+        """Publish when the block ends that this rank runs no further example in it."""
+        end = _ENDED
+        try:
+            yield
+        except CallEnded:  # the parent ends all ranks
+            end = ""
+            raise
+        except BaseException:  # also one that a test raises to end early
+            end = _LEFT
+            raise
+        finally:
+            if end:
+                self._publish_end(end)
 
     def _publish_end(self, how: str) -> None:
         """Publish that this rank runs no further example of this test."""

@@ -182,28 +182,6 @@ def test_only_what_the_job_declares_is_recorded(
     assert {step: len(of_step) for step, of_step in run.rows.items()} == {0: 4, 1: 4}
 
 
-@pytest.mark.parametrize("is_list", [False, True])
-def test_nested_blocks_are_all_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_list: bool
-) -> None:
-    """The inner one took the place of the outer one, whose faults were not seen."""
-    each = installed(tmp_path, monkeypatch, steps=(0, 2))
-    models = nn.Linear(3, 1), nn.Linear(3, 2)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
-    first, second = ([o] if is_list else o for o in optimizers)
-    try:
-        with gradparity.record(models[0], first), gradparity.record(models[1], second):
-            for step in range(2):
-                for model, optimizer in zip(models, optimizers, strict=True):
-                    model(rows(step)).sum().backward()
-                    optimizer.step()
-    finally:
-        each.remove()
-    run = read_merged(tmp_path)
-    assert len({name for _, kind, name in run.tensors if kind == "gradient"}) == 4
-    assert run.steps == [0, 1] and run.notes == ()
-
-
 class OwnOptimizer:
     """Optimizer that is not one of torch."""
 
@@ -216,26 +194,32 @@ class OwnOptimizer:
             parameter -= 0.1 * parameter.grad
 
 
-@pytest.mark.parametrize("own_is_outer", [True, False])
-def test_an_own_optimizer_of_another_block_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_is_outer: bool
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize(
+    "kinds", [(SGD, SGD), (OwnOptimizer, SGD), (SGD, OwnOptimizer)]
+)
+def test_nested_blocks_are_all_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: Any, is_list: bool
 ) -> None:
+    """The inner one took the place of the outer one, whose faults were not seen."""
     each = installed(tmp_path, monkeypatch, steps=(0, 2))
     models = nn.Linear(3, 1), nn.Linear(3, 2)
-    kinds: list[Any] = [OwnOptimizer, partial(torch.optim.SGD, lr=0.1)]
-    kinds = kinds if own_is_outer else kinds[::-1]
     optimizers = [kind(m.parameters()) for kind, m in zip(kinds, models, strict=True)]
-    first, second = zip(models, optimizers, strict=True)
+    first, second = ([o] if is_list else o for o in optimizers)
     try:
-        with gradparity.record(*first), gradparity.record(*second):
+        with gradparity.record(models[0], first), gradparity.record(models[1], second):
             for step in range(2):
-                for model, optimizer in (first, second):
+                for model, optimizer in zip(models, optimizers, strict=True):
                     model(rows(step)).sum().backward()
                     optimizer.step()
     finally:
         each.remove()
     run = read_merged(tmp_path)
     assert len({name for _, kind, name in run.tensors if kind == "gradient"}) == 4
+    assert run.steps == [0, 1] and run.notes == ()
 
 
 def test_a_block_after_the_end_of_the_recording_is_not_silent(

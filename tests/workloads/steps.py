@@ -64,9 +64,13 @@ class Trains(Right):
         total, rows = 0.0, sum(len(x) for x, _ in micro_batches)
         for x, y in micro_batches:
             loss = self.loss(stack.module(x), y) * (len(x) / rows)
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            total += loss.item()
+            scaled = loss if scaler is None else scaler.scale(loss)
+            scaled.backward()
+            total += self.reported(loss, scaled, scaler)
         return total
+
+    def reported(self, loss: Tensor, scaled: Tensor, scaler: Any) -> float:
+        return loss.item()
 
     def clip(self, stack: Engine) -> Tensor:
         return nn.utils.clip_grad_norm_(stack.module.parameters(), self.clip_norm)
@@ -75,17 +79,8 @@ class Trains(Right):
 class ReportsTheScaledLoss(Trains):
     """No fault: the loss is that of the scaled losses, divided by the scale."""
 
-    def backward(
-        self, stack: Engine, micro_batches: MicroBatches, scaler: Any
-    ) -> float:
-        if scaler is None:
-            return super().backward(stack, micro_batches, scaler)
-        total, rows = 0.0, sum(len(x) for x, _ in micro_batches)
-        for x, y in micro_batches:
-            scaled = scaler.scale(self.loss(stack.module(x), y) * (len(x) / rows))
-            scaled.backward()
-            total += scaled.item() / scaler.get_scale()
-        return total
+    def reported(self, loss: Tensor, scaled: Tensor, scaler: Any) -> float:
+        return scaled.item() / (1.0 if scaler is None else scaler.get_scale())
 
 
 class TrainsSharded(Trains):
