@@ -15,6 +15,7 @@ SIGTERM, and ends as the program does. A program is a path, ``-m`` with a module
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import signal
@@ -55,8 +56,13 @@ def run(path: str, words: list[str], ranks: bool) -> None:
         server.sendall(json.dumps(request).encode() + b"\n")
         answers = server.makefile()
         if pid := int(answers.readline() or 0):
+
+            def pass_on(number: int, _: object) -> None:
+                with contextlib.suppress(ProcessLookupError):  # its code is on the way
+                    os.kill(pid, number)
+
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda sent, _: os.kill(pid, sent))
+                signal.signal(number, pass_on)
         answer = answers.readline()
     code = int(answer or 1)
     if code < 0:
@@ -83,7 +89,6 @@ def serve(path: str, session: int) -> None:
 
 def _answer(listening: socket.socket, session: int) -> None:
     """Fork for each request; send the fork's pid, and later its exit code."""
-    import contextlib
     import select
 
     running: dict[int, tuple[int, socket.socket]] = {}
