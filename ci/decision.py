@@ -146,7 +146,7 @@ def _decision(
 
 
 def _so_far(report: Report) -> list[str]:
-    """Return what an incomplete report shows: errors first, then failed checks."""
+    """Return the errors of an incomplete report, then its failed checks."""
     if not report.incomplete:
         return []
     ended, failed = [], []

@@ -100,7 +100,7 @@ class Reduction:
 class Draw:
     """A call of a module that itself drew random numbers on a rank.
 
-    Also a call of a dropout of the model that drew none.
+    Calls of a dropout layer that drew none are included.
     """
 
     module: str

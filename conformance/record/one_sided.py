@@ -155,7 +155,7 @@ def copies(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
 def changed_between(
     one: Side, other: Side, names: Mapping[str, str], step: int
 ) -> Iterator[str]:
-    """Yield a sentence if, after a step, one side alone changes weights otherwise."""
+    """Yield a sentence if only one side changes weights between two optimizer steps."""
 
     def changed(run: Run, name: str) -> bool:
         result = run.tensors.get((step, RESULT, name))

@@ -91,7 +91,7 @@ def _in_forward(rows: Sequence[Row]) -> str:
 
 
 def _in_backward(rows: Sequence[Row]) -> str:
-    """Name the first block whose output has another gradient; rows begin at the end."""
+    """Name the first block, from the end on, whose output gradient differs."""
     number, row = next((n, row) for n, row in enumerate(rows) if row.differs)
     if not number:
         return f"In backward, in the loss or after {row.name}"

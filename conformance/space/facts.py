@@ -102,14 +102,14 @@ _KNOWN: dict[str, WorkloadFacts] = {}
 
 
 def facts_of(name: str) -> WorkloadFacts:
-    """Return the facts of a scenario's model, as remembered or found now."""
+    """Return the facts of a scenario's model; compute them if none are stored."""
     if name not in _KNOWN:
         _KNOWN[name] = probe(resolve_workload(name))
     return _KNOWN[name]
 
 
 def remember(name: str, facts: WorkloadFacts) -> None:
-    """Store the facts that another process has found."""
+    """Store facts that another process has computed."""
     _KNOWN[name] = facts
 
 
