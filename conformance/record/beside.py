@@ -224,18 +224,22 @@ def losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
         yield f"loss, a mean over ranks, at steps {listed(seen)}: {', '.join(pairs)}"
 
 
-def shown_later(side: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence on what only the weights of a second step can show."""
-    if _summed_later(side.run, steps):
-        yield (
-            f"the optimizer of {side.name} sums gradients in its step, and the next "
-            "step shows whether its factor is right"
-        )
-    for name, ranks in itertools.islice(side.run.left.items(), 1):
-        yield (
-            f"rank {listed(ranks)} of {side.name} holds {name} and does not step it, "
-            "and the next step shows whether it gets the new values"
-        )
+def shown_later(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield sentences on what only weights after the last recorded step can show."""
+    for side in (one, other):
+        if len(steps) == 1 and _summed_later(side.run, steps):
+            yield (
+                f"the optimizer of {side.name} sums gradients in its step, and the "
+                "next step shows whether its factor is right"
+            )
+        starts = side.run.starts
+        new = [n for n in side.run.left if n in starts and starts[n][0] == steps[-1]]
+        for name in new[:1]:
+            yield (
+                f"rank {listed(side.run.left[name])} of {side.name} holds {name} and "
+                "does not step it, and the next step shows whether it gets the new "
+                "values"
+            )
 
 
 def late(one: Side, other: Side) -> Iterator[str]:

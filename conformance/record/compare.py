@@ -64,6 +64,8 @@ LOOSE = 0.05
 NOISY = 3
 """Number of noise runs of --noise 2: again, and two nudged ones. One nudged run alone
 may miss the noise of a tensor by chance."""
+MANY = 7
+"""Number of noise runs of --noise 6, with which a job with Muon is decided."""
 FEW = 2
 """Number of tensors that say by their names where a difference begins."""
 REGIONS = 100
@@ -135,13 +137,14 @@ def compare(one: Side, other: Side) -> Comparison:
         steps,
         {n: left[its] for n, its in names.items() if its in left},
     )
-    if comparison.code == DIFFERENT and (text := _searched(comparison, one, other)):
-        comparison.code, comparison.headline = UNDECIDED, text
+    if comparison.code == DIFFERENT and (why := _amplified(comparison, one, other)):
+        comparison.code = UNDECIDED
+        comparison.headline = f"{comparison.headline}. Not decided: {why}"
     if comparison.code == DIFFERENT:
         _locate(comparison, one, other, names, steps)
-    elif comparison.code == SAME and len(steps) == 1:
-        for text in shown_later(other, steps):
-            comparison.decide(UNDECIDED, f"{text}: record 2 steps")
+    elif comparison.code == SAME:
+        for text in shown_later(one, other, steps):
+            comparison.decide(UNDECIDED, f"{text}: record {_more(steps)}")
     if comparison.code == SAME and (text := narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
     comparison.facts += wider(one, other, names)
@@ -239,8 +242,8 @@ def _obstacles(
             yield NOT_COMPARABLE, text
     for _, text, is_new in replicas:  # those before a step were told above
         if is_new or len(steps) == 1:
-            more = "2 steps" if len(steps) == 1 else "one step more"
-            later = f"The job may make them equal after the step: record {more}"
+            later = "The job may make them equal after the step"
+            later = f"{later}: record {_more(steps)}"
             yield UNDECIDED, f"{text}. {later}"
         yield DIFFERENT, text
     for text in lacking(one, other, names, steps):
@@ -274,6 +277,11 @@ def _obstacles(
             way_out += f"compare {other.name} {one.name}"
         lacks = "too few of its noise runs" if one.noisy else "no noise"
         yield UNDECIDED, f"{one.name} has {lacks}: {way_out}"
+
+
+def _more(steps: Sequence[int]) -> str:
+    """Describe how many steps show what the last of these leaves open."""
+    return "2 steps" if len(steps) == 1 else "one step more"
 
 
 def _no_names(one: Side, other: Side) -> str:
@@ -376,24 +384,32 @@ def _first_wrong(rows: Sequence[Row]) -> list[Row]:
     return sorted(at_first, key=lambda row: (KINDS.index(row.kind), -row.ratio))
 
 
-def _searched(found: Comparison, one: Side, other: Side) -> str:
-    """Return a headline for a difference that a line search may explain; else "".
+def _amplified(found: Comparison, one: Side, other: Side) -> str:
+    """Return why amplified rounding may explain a difference, with a way out; else "".
 
-    At the first step that differs, no gradient differs, and the optimizer evaluated its
-    closure many times. A line search branches on rounding, so two nudged runs show too
-    little noise.
+    A line search branches on rounding, so two nudged runs show too little noise. It is
+    known by the optimizer's many evaluations of its closure, at a step at which no
+    gradient differs. After a step of Muon, weights differ by a hundredth of the update,
+    and two nudged runs may show too little of what follows in a small gradient.
     """
     wrong = _first_wrong(found.rows)
-    if not wrong or wrong[0].kind == "gradient":
-        return ""
-    counts = (side.run.evaluations.get(wrong[0].step, 1) for side in (one, other))
-    if (most := max(counts)) <= SEARCH:
-        return ""
-    return (
-        f"{found.headline}. Not decided: in that step the optimizer evaluated its "
-        f"closure {most} times, which amplifies rounding. Record both with one "
-        "evaluation (for LBFGS max_iter=1 and no line search)"
-    )
+    if wrong and wrong[0].kind != "gradient":
+        counts = (side.run.evaluations.get(wrong[0].step, 1) for side in (one, other))
+        if (most := max(counts)) > SEARCH:
+            return (
+                f"in that step the optimizer evaluated its closure {most} times, which "
+                "amplifies rounding. Record both with one evaluation (for LBFGS "
+                "max_iter=1 and no line search)"
+            )
+    first = min(row.step for row in found.rows)
+    is_later = wrong[0].step > first if wrong else _spread(found.rows, first) <= WHOLE
+    is_near = not wrong or wrong[0].ratio < NEAR
+    if one.run.orthogonal and is_later and is_near and len(one.noisy) < MANY:
+        return (
+            "Muon amplifies rounding, and the noise runs are few. Record "
+            f"{one.name} with --noise {MANY - 1}"
+        )
+    return ""
 
 
 def _region(one: Side, other: Side, names: Mapping[str, str], row: Row) -> Region:

@@ -61,6 +61,18 @@ class Settings(msgspec.Struct):
         return Settings(names=self.names, values=as_numbers(self.values))
 
 
+def is_muon(kind: str, group: Mapping[str, Any]) -> bool:
+    """Return True if a group is stepped by torch's Muon, or by one of its namesakes.
+
+    Args:
+        kind: type name of the optimizer.
+        group: a param group, or its settings.
+    """
+    if "ns_steps" in group:
+        return True
+    return "muon" in kind.lower() and bool(group.get("use_muon", True))
+
+
 def copied(value: Any) -> Any:
     """Return a number of Python, and a tensor as a detached copy."""
     if isinstance(value, Tensor):

@@ -19,7 +19,7 @@ from .batches import (
     repeated_rows,
     rows_of_blocks,
 )
-from .files import Recording, Stored, read_run
+from .files import Recording, Stored, is_muon, read_run
 from .leaders import gradients_that_count
 from .modules import GRADIENT, OUTPUT
 from .parts import UNNAMED
@@ -77,6 +77,8 @@ class Run:
     absent: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     """(step, parameter) -> ranks that step the parameter, but not in this step,
     although other ranks do."""
+    orthogonal: frozenset[str] = frozenset()
+    """Parameters whose updates an optimizer makes orthogonal by products in bf16."""
     skipped: frozenset[tuple[int, str]] = frozenset()
     """(step, parameter) of steps that all ranks skip because of an inf or nan."""
     skipping: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
@@ -240,6 +242,14 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
             for dtype, names in recording.in_16_bits.items()
             for name in names
         },
+        orthogonal=frozenset(
+            name
+            for recording in ranks.values()
+            for call in recording.calls
+            for group in call.settings
+            if is_muon(call.kind, group.values)
+            for name in group.names
+        ),
         unstepped=tuple(sorted(unstepped.keys() - stepped)),
         without_gradient=frozenset(lacking - had),
         unnamed=len(hidden)

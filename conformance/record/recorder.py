@@ -45,7 +45,7 @@ from .reading import State, Step, dense, states_of_generators
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
 from .torch_internals import around_compiled
-from .weights import begin_from, nudge, write_start
+from .weights import begin_from, nudge, nudge_gradients, write_start
 
 __all__ = ["Recorder", "install", "record"]
 
@@ -75,6 +75,8 @@ class Recorder:
         """ids of optimizers whose running step only creates their states."""
         self.starts: dict[int, State] = {}
         """id of an optimizer -> the start of its step, until gradients are computed."""
+        self.replaced: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """id of an optimizer -> parameters, and their gradients without a nudge."""
         self.done: list[Step] = []
         self.begun: set[tuple[int, str]] = set()
         """(id of an optimizer, key of a part) with a recorded step."""
@@ -358,10 +360,16 @@ class Recorder:
                 start = start or self._state_of(optimizer)
                 step = Step.of(optimizer, number, self.calls[number], start)
                 self.running[id(optimizer)] = step
+        if self.orders.nudge:
+            with self.noting("the rounding of gradients"):
+                own = nudge_gradients(optimizer, self.orders.nudge)
+                self.replaced[id(optimizer)] = own
 
     def _ended(self, optimizer: Any) -> None:
         """Read the results of a step; after the last recorded one write the file."""
         step = self.running.pop(id(optimizer), None)
+        for parameter, gradient in self.replaced.pop(id(optimizer), ()):
+            parameter.grad = gradient
         if self.written or id(optimizer) in self.preparing:
             return
         number = self._number(optimizer)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import gradparity
 from gradparity.conformance.record.beside import left_out
-from gradparity.conformance.record.compare import compare
+from gradparity.conformance.record.compare import SAME, compare
 from gradparity.conformance.record.differences import Row
 from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.exact import compare_exactly
@@ -1175,6 +1175,70 @@ def test_gradients_that_a_step_sums_are_averaged(
     run = read_merged(tmp_path)
     gradient = run.tensors[0, "gradient", "weight"]
     assert gradient.is_summed == (rate == 0) and bool(gradient.unlike) == (rate == 0)
+
+
+class MuonWithAdam(torch.optim.SGD):
+    """A namesake that takes all parameters, and steps some otherwise."""
+
+
+def test_updates_that_muon_makes_orthogonal_are_known(tmp_path: Path) -> None:
+    ours, its = nn.Linear(3, 2), nn.Linear(3, 2)
+    groups: list[dict[str, Any]] = [
+        {"params": [its.weight], "use_muon": True},
+        {"params": [its.bias], "use_muon": False},
+    ]
+    optimizers: list[Any] = [
+        torch.optim.Muon([ours.weight], lr=0.1),
+        MuonWithAdam(groups, 0.1),
+        torch.optim.SGD([ours.bias], 0.1),
+    ]
+
+    def losses() -> Losses:
+        yield (ours(rows(0)) * its(rows(1))).sum()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert len(run.names("update", 0)) == 4
+    weights = {name for name in run.names("update", 0) if name.startswith("weight")}
+    assert run.orthogonal == weights and len(weights) == 2
+
+
+def with_muon(folder: Path, pieces: int, nudge: int = 0) -> Run:
+    torch.manual_seed(4)
+    size = 64
+    first, second, last = (nn.Linear(size, each) for each in (size, size, 1))
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), last)
+    matrices = [first.weight, second.weight]
+    rest = [first.bias, second.bias, *last.parameters()]
+    optimizers = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.SGD(rest, 0.1)]
+
+    def losses() -> Losses:
+        for step in range(3):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(400 + step)
+            batch = torch.randn(64, size, generator=generator).chunk(pieces)
+            for piece in batch[1:]:
+                (model(piece).square().mean() / pieces).backward()
+            yield model(batch[0]).square().mean() / pieces
+            before = [each.grad for each in matrices if each.grad is not None]
+            values = [each.clone() for each in before]
+            for optimizer in optimizers:
+                optimizer.step()
+            assert all(
+                each.grad is own for each, own in zip(matrices, before, strict=True)
+            )
+            assert all(map(torch.equal, values, before))
+
+    return recorded(folder, losses(), steps=(0, 3), nudge=nudge)
+
+
+def test_gradients_of_muon_are_nudged(tmp_path: Path) -> None:
+    """One rounding in its products moves the whole update, and no nudge flipped one."""
+    one, *noisy = (with_muon(tmp_path / f"{n}", 1, max(0, n - 1)) for n in range(4))
+    side = Side(name="one", run=one, noisy=noisy)
+    same = compare(side, Side(name="mesh", run=with_muon(tmp_path / "mesh", 8)))
+    assert same.code == SAME and "same: 36 tensors" in same.headline, same.lines
 
 
 def averages_weights(folder: str, forgets: int) -> None:

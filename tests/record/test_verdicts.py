@@ -89,6 +89,52 @@ def test_rounding_may_flip_an_element_of_an_update_in_16_bits(
     assert against(changed(other, (1, kind, "b"), sketch=flipped), one).code == code
 
 
+def with_muon(draws: int) -> Side:
+    """Return a side whose optimizer makes updates of a and b orthogonal, with noise."""
+    noise = [run(1), *(nudged(draw) for draw in range(2, 2 + draws))]
+    for each in noise[1:]:
+        for name in "ab":
+            update = each.tensors[1, "update", name]
+            assert update.sketch is not None
+            far = 1e3 * update.sketch - 999 * values(1, name)
+            each.tensors[1, "update", name] = replace(update, sketch=far)  # type: ignore[index]  # a dict
+    return replace(ONE, run=replace(ONE.run, orthogonal=frozenset("ab")), noisy=noise)
+
+
+def test_the_noise_of_muon_is_not_that_of_other_tensors() -> None:
+    off = changed(run(4), (1, "update", "c"), sketch=1.001 * values(1, "c"))
+    muon = with_muon(2)
+    assert against(run(4), muon).code == SAME
+    assert "the update of c" in against(off, with_muon(6)).headline
+    alone = replace(muon, run=replace(muon.run, orthogonal=frozenset()))
+    assert against(off, alone).code == SAME  # a and b are the median
+
+
+@pytest.mark.parametrize(
+    ("draws", "step", "kind", "size", "code"),
+    [
+        (2, 1, "gradient", 1e-4, UNDECIDED),
+        (6, 1, "gradient", 1e-4, DIFFERENT),
+        (2, 1, "gradient", 1e-2, DIFFERENT),
+        (2, 0, "gradient", 1e-4, DIFFERENT),  # before Muon has made an update
+        (2, 1, "all", 1.5e-5, UNDECIDED),
+        (6, 1, "all", 1.5e-5, DIFFERENT),
+        (2, 0, "all", 1.5e-5, DIFFERENT),
+    ],
+)
+def test_a_small_difference_after_a_step_of_muon_needs_more_noise_runs(
+    draws: int, step: int, kind: str, size: float, code: int
+) -> None:
+    other = run(4)
+    for name in NAMES if kind == "all" else "c":
+        off = (1 + size) * values(step, name)
+        other = changed(other, (step, "gradient", name), sketch=off)
+    found = against(other, with_muon(draws))
+    assert found.code == code, found.headline
+    wayout = "Muon amplifies rounding, and the noise runs are few. Record one with"
+    assert (f"{wayout} --noise 6" in found.headline) == (code == UNDECIDED)
+
+
 def idle(given: Run, *moves: tuple[float, int]) -> Run:
     """Return a run with updates of elements of b without a gradient.
 
@@ -1207,6 +1253,10 @@ def test_a_parameter_that_joins_later_is_compared() -> None:
     key = (1, "gradient", "c")
     wrong = against(changed(moved, key, sketch=2 * values(1, "c")), one)
     assert wrong.code == DIFFERENT and "the gradient of c is 2.000 x" in wrong.lines[0]
+    divided = against(replace(later(run(4)), left={"a": (1,), "c": (1,)}), one)
+    assert divided.code == UNDECIDED  # the next step shows what rank 1 has of c
+    assert "rank 1 of mesh holds c and does not step it" in divided.lines[0]
+    assert divided.lines[0].endswith("it gets the new values: record one step more")
     early = against(run(4), one)
     assert early.code == DIFFERENT
     assert early.lines[0] == "step 0: one does not step c, and mesh does"
