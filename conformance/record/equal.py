@@ -62,8 +62,8 @@ def no_step(one: Side, other: Side) -> str:
             tensors = counted(side.run.unnamed, "tensor")
             return (
                 f"the optimizers of {side.name} step {tensors} that no module has, "
-                "with other values on each rank: shards of all weights, perhaps. "
-                f"{STEP_ITS_WEIGHTS}"
+                "with other values on each rank. If these are shards of the weights, "
+                f"{PLACES}"
             )
     return (
         "the two sides recorded no step in common: give record the same --steps, and "

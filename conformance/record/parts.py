@@ -55,9 +55,11 @@ output does. That is not known of other buffers: those of an ``InstanceNorm`` di
 with the number of micro-batches, and its outputs do not."""
 UNNAMED = "parameter "
 """Prefix of the name of a parameter that is in no module; its index follows."""
-Places = Callable[[str, nn.Parameter], tuple[str, Sequence[int], Sequence[int]] | None]
-"""Maps (name, parameter) to (name in the whole model, shape of the whole tensor,
-position of the first element); None: take the layout from the tensor."""
+Place = tuple[str, Sequence[int], Sequence[int]]
+"""Name in the whole model, shape of the whole tensor, position of the first element."""
+Places = Callable[[str, nn.Parameter], Place | list[Place] | None]
+"""Maps (name, parameter) to its place; None: take the layout from the tensor. Of a flat
+tensor with ranges of several tensors, one after the other, it returns a list."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,9 @@ class Roots:
             box: result of :func:`place` for the parameter.
         """
         declared = None if self.places is None else self.places(name, parameter)
+        is_one = isinstance(declared, list) and isinstance([*declared, 0][0], str)
+        if isinstance(declared, list) and not is_one:
+            return _declared_ranges(name, declared, box.local)
         if declared is not None:
             return [_declared(name, declared, box.local)]
         if id(parameter) in self.checkpointed:
@@ -297,6 +302,35 @@ class Roots:
         named = ((self.name_of(p), p) for p in parameters if p.requires_grad)
         trained = ((name, p, place(p)[1]) for name, p in named if name is not None)
         return {piece.name for each in trained for piece in self.pieces(*each)}
+
+
+def _declared_ranges(
+    name: str, declared: list[Any], local: tuple[int, ...]
+) -> list[Piece]:
+    """Return the pieces of a flat tensor; its elements after the last one are padding.
+
+    Raises:
+        ValueError: if a range does not lie in its whole tensor, or in the flat one.
+    """
+    pieces: list[Piece] = []
+    first, size = 0, math.prod(local)
+    for each in declared:
+        try:
+            _, shape, (start,) = each
+            length = min(math.prod(shape) - start, size - first)
+        except (TypeError, ValueError):
+            length = 0
+        if length <= 0 or len(local) != 1:
+            raise ValueError(
+                f"places returned {each!r:.200} in a list for {name}, whose part has "
+                f"shape {[*local]}. Expected for each range of a flat tensor: (name in "
+                "the whole model, shape of the whole tensor, (position of the range's "
+                "first element in the flattened whole tensor,))"
+            )
+        piece = _declared(name, each, (length,))
+        pieces.append(Piece(piece.name, first, piece.box))
+        first += length
+    return pieces
 
 
 def _declared(name: str, declared: Any, local: tuple[int, ...]) -> Piece:
@@ -360,17 +394,43 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     flat = {id(part.stepped) for part in adapted}
     own = [p for p in own if id(p) not in flat and not hasattr(p, "_fqns")]
     numbers = Counter[str]()
-    wholes = {id(s): (p, first) for s, p, first in copies_of_megatron(roots)}
+    copied = {id(s): [(p, first)] for s, p, first in copies_of_megatron(roots)}
     for position, stepped in enumerate(own):
-        parameter, first = wholes.get(id(stepped), (stepped, 0))
-        name = roots.name_of(parameter) or f"{UNNAMED}{position}"
-        local, whole = place(stepped)
-        for piece in roots.pieces(name, parameter, whole):
-            for cut, box in cuts(local, first, piece):
-                number = numbers[piece.name]
-                numbers[piece.name] += 1
-                part = cut(local)[0]
-                yield Part(piece.name, part, box, stepped, cut, number)
+        local, _ = place(stepped)
+        viewed = copied.get(id(stepped))
+        if viewed is None and roots.name_of(stepped) is None:
+            viewed = _viewed_by(local, roots)
+        for parameter, first in viewed or [(stepped, 0)]:
+            name = roots.name_of(parameter) or f"{UNNAMED}{position}"
+            for piece in roots.pieces(name, parameter, place(parameter)[1]):
+                for cut, box in cuts(local, first, piece):
+                    number = numbers[piece.name]
+                    numbers[piece.name] += 1
+                    part = cut(local)[0]
+                    yield Part(piece.name, part, box, stepped, cut, number)
+
+
+def _viewed_by(local: Tensor, roots: Roots) -> list[tuple[Any, int]]:
+    """Find the parameters that a tensor of no module is a view of, as in an own ZeRO.
+
+    Returns:
+        Each parameter, and the position of the tensor's first element in it, which is
+        negative if the tensor begins before it.
+    """
+    viewed: list[tuple[Any, int]] = []
+    parameters = {id(each): each for each in roots.kept}  # each scan adds them again
+    for parameter in parameters.values() if local.is_contiguous() else ():
+        try:
+            whole, _ = place(parameter)
+        except HiddenLayoutError:
+            continue
+        if not whole.is_contiguous() or whole.dtype != local.dtype:
+            continue
+        if whole.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+            first = (local.data_ptr() - whole.data_ptr()) // local.element_size()
+            if -local.numel() < first < whole.numel():
+                viewed.append((parameter, first))
+    return viewed
 
 
 Cut = Callable[[Any], tuple[Tensor, Box]]

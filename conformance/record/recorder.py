@@ -653,7 +653,9 @@ def record(
         places: position of a rank's part, for parameters that are not DTensors: (name,
             parameter) -> (name in the whole model, shape of the whole tensor, position
             of the first element), or None. Needed for shards that are plain tensors,
-            and for stages or experts that have one name on several ranks.
+            and for stages or experts that have one name on several ranks. For a flat
+            tensor that the optimizer steps, a list of these: ranges of the model's
+            tensors, one after the other, each as far as its tensor reaches.
     """
     install()
     if recorder is None:

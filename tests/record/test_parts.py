@@ -19,6 +19,7 @@ from gradparity.benchmarks.validation import foreign
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, keep_values
 from gradparity.conformance.record.parts import (
+    UNNAMED,
     HiddenLayoutError,
     Part,
     Roots,
@@ -110,12 +111,15 @@ def stored(part: Part) -> Stored:
     return Stored.of(box, keep_values(gradient, box))
 
 
-def merged(ranks: Sequence[tuple[nn.Module, Any]]) -> dict[str, Whole]:
+def merged(
+    ranks: Sequence[tuple[nn.Module, Any]], places: Sequence[Any] = ()
+) -> dict[str, Whole]:
     """Record the gradients of all ranks, and merge them by name."""
     parts: dict[str, list[tuple[int, Stored]]] = {}
     for rank, (module, optimizer) in enumerate(ranks):
         roots = Roots()
         roots.add(module)
+        roots.places = places[rank] if places else None
         for part in parts_of(optimizer, roots):
             parts.setdefault(part.name, []).append((rank, stored(part)))
         assert not roots.notes
@@ -167,6 +171,85 @@ def test_ranges_of_a_distributed_optimizer_are_one_model(
         n: w.digest for n, w in one.items()
     }
     assert all(each.is_whole for each in other.values())
+
+
+def places_in(model: nn.Module, start: int, end: int) -> list[Any]:
+    """Return the places of elements ``start`` to ``end`` of the flattened model."""
+    places, first = [], 0
+    for name, parameter in model.named_parameters():
+        if first < end and start < first + parameter.numel():
+            places.append((name, parameter.shape, (max(0, start - first),)))
+        first += parameter.numel()
+    return places
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_flat_tensors_of_an_own_zero_are_one_model(ranks: int, is_view: bool) -> None:
+    """A view of the weights shows where it lies; of a copy, the job says it."""
+    one = merged([alone()])
+    held, places = [], []
+    for rank in range(ranks):
+        model, _ = alone()
+        flat = torch.cat([each.detach().view(-1) for each in model.parameters()])
+        count = -(-flat.numel() // ranks)
+        flat = torch.cat([flat, torch.zeros(ranks * count - flat.numel())])
+        first = 0
+        for each in model.parameters() if is_view else ():
+            each.data = flat[first : first + each.numel()].view_as(each)
+            first += each.numel()
+        shard = nn.Parameter(flat[rank * count : (rank + 1) * count])
+        shard.grad = 2 * shard.detach()
+        held.append((model, torch.optim.SGD([shard], 0.1)))
+        declared = places_in(model, rank * count, (rank + 1) * count)
+        places.append(lambda *_, declared=declared: declared)
+    other = merged(held, [] if is_view else places)
+    assert {n: w.digest for n, w in other.items()} == {
+        n: w.digest for n, w in one.items()
+    }
+    assert all(each.is_whole for each in other.values())
+
+
+def test_a_view_of_other_numbers_has_no_name() -> None:
+    both = torch.zeros(12)
+    model = nn.Linear(6, 1, bias=False)
+    model.weight.data = both[:6].view(1, 6)
+    roots = Roots()
+    roots.add(model)
+    for own in (both[6:], both[:4].view(torch.int32), both[:6:2]):
+        optimizer = torch.optim.SGD([own], 0.1)
+        assert [part.name for part in parts_of(optimizer, roots)] == [f"{UNNAMED}0"]
+    roots.add(model)  # as a second scan does
+    inner = torch.optim.SGD([both[2:4]], 0.1)
+    assert [p.box for p in parts_of(inner, roots)] == [Box((1, 6), (0, 2), (1, 2))]
+
+
+def test_a_list_may_be_one_place_or_none() -> None:
+    flat, roots = torch.zeros(4), Roots()
+    box = Box((4,), (0,), (4,))
+    roots.places = lambda *_: ["a", (2, 4), (3,)]
+    (piece,) = roots.pieces("b", nn.Parameter(flat), box)
+    assert piece.box == Box((2, 4), (3,), (4,))
+    roots.places = lambda *_: []  # padding alone
+    assert not roots.pieces("b", nn.Parameter(flat), box)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [("a", (2, 2), (4,))],
+        [("a", (2, 2), (0, 0))],
+        [("a", (2, 2))],
+        [("a", (4,), (0,)), ("b", (9,), (0,))],  # begins after the end of the part
+        [1],
+    ],
+)
+def test_ranges_that_a_flat_tensor_cannot_hold_are_refused(places: Any) -> None:
+    roots = Roots()
+    roots.places = lambda *_: places
+    flat = torch.zeros(4)
+    with pytest.raises(ValueError, match="in a list for parameter 0, whose part has"):
+        list(parts_of(torch.optim.SGD([flat], 0.1), roots))
 
 
 def test_masters_begin_as_the_weights_of_another_layout(tmp_path: Path) -> None:
