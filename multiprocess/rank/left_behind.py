@@ -1,4 +1,4 @@
-"""Threads, collectives and process groups that a call leaves when it ends.
+"""Threads, collectives, process groups and streams that a call leaves when it ends.
 
 Each may interfere with the next call on the same ranks. Then an innocent test fails.
 """
@@ -6,6 +6,7 @@ Each may interfere with the next call on the same ranks. Then an innocent test f
 from __future__ import annotations
 
 import concurrent.futures.thread
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -37,6 +38,11 @@ _allowed: set[int] = set()
 _allowed_group: dist.ProcessGroup | None = None
 """Default process group that may exist when the call ends."""
 
+_STANDARD = {1: "standard output", 2: "standard error"}
+
+_files: dict[int, tuple[int, int]] = {}
+"""Descriptor of an open standard stream -> its file when the call began."""
+
 
 def allow_present(*, only: bool = False) -> None:
     """Do not report the current default process group and the running threads.
@@ -46,9 +52,10 @@ def allow_present(*, only: bool = False) -> None:
     Args:
         only: True to forget the threads allowed before, at the start of a call.
     """
-    global _allowed_group
+    global _allowed_group, _files
     if only:
         _allowed.clear()
+        _files = _standard_files()
     _allowed.update(sys._current_frames())
     _allowed_group = _default_group()
 
@@ -67,7 +74,22 @@ def describe() -> str:
     ]
     if (group := _default_group()) is not None and group is not _allowed_group:
         left.append("a default process group that it made")
+    files = _standard_files()
+    left += [
+        f"a {_STANDARD[number]} that it {'replaced' if number in files else 'closed'}"
+        for number, file in _files.items()
+        if files.get(number) != file
+    ]
     return ", ".join(left)
+
+
+def _standard_files() -> dict[int, tuple[int, int]]:
+    files = {}
+    for number in _STANDARD:
+        with contextlib.suppress(OSError):
+            status = os.fstat(number)
+            files[number] = status.st_dev, status.st_ino
+    return files
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -6,6 +6,7 @@ is imported after a rank has been forked, from modules that the forkserver prelo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -336,7 +337,8 @@ class _Rank:
         left = left_behind.describe() if looks else ""
         if left:
             text = f"gradparity: the test has left {left}: new ranks take over\n"
-            os.write(2, text.encode())  # the function may have closed sys.stderr
+            with contextlib.suppress(OSError):  # the function may have closed it
+                os.write(2, text.encode())
         # A call may destroy or replace the group, which the next call needs.
         reusable = not left and (
             not self._spec.default_group

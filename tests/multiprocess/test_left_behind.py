@@ -69,6 +69,28 @@ def test_what_a_test_leaves_running_does_not_reach_the_next(session: Session) ->
     assert "never waited for (allreduce, test_it.py:" in left[3]
 
 
+def test_a_stream_that_a_test_closes_does_not_reach_the_next(session: Session) -> None:
+    done = session("""
+def close():
+    os.close(1)
+    os.close(2)
+
+def replace():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+@pytest.mark.parametrize("turn, leaves", [
+    (turn, leaves) for leaves in (close, replace) for turn in ("leaves", "innocent")])
+@pytest.mark.world(world_size=2)
+def test_it(world, turn, leaves):
+    print("printed", turn, leaves.__name__, flush=True)
+    if turn == "leaves" and world.rank == 1:
+        leaves()
+""")
+    assert "4 passed" in done.stdout, done.stdout
+    told = "the test has left a standard output that it replaced: new ranks take over"
+    assert told in done.stdout
+
+
 def test_a_class_leaves_nothing_either(session: Session) -> None:
     pairs = PAIRS.split("@pytest.mark.parametrize")[0]
     done = session(f"""{pairs}
