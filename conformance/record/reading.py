@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -111,7 +111,14 @@ class Step:
     """Tensors read after the step, by (kind, key of a part)."""
 
     @classmethod
-    def of(cls, optimizer: Any, number: int, step: int, start: State) -> Step:
+    def of(
+        cls,
+        optimizer: Any,
+        number: int,
+        step: int,
+        start: State,
+        also: Mapping[str, Any],
+    ) -> Step:
         """Start to read settings and gradients, once these are computed.
 
         Args:
@@ -119,6 +126,7 @@ class Step:
             number: number of the optimizer.
             step: number of this step of the optimizer.
             start: state in which the step began.
+            also: settings that no param group has.
         """
         parts = start.parts
         groups = optimizer.param_groups
@@ -134,7 +142,7 @@ class Step:
             kind=type(optimizer).__name__,
             step=step,
             settings=[
-                Settings.of(names, group)
+                Settings.of(names, {**group, **also})
                 for names, group in zip(of_group, groups, strict=True)
             ],
             scale=copied(getattr(optimizer, "grad_scale", None)),

@@ -27,6 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -44,7 +45,7 @@ from .parts import Places, Roots, trains
 from .reading import State, Step, dense, states_of_generators
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
-from .torch_internals import around_compiled
+from .torch_internals import around_compiled, scale_of
 from .weights import begin_from, nudge, nudge_gradients, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -130,6 +131,9 @@ class Recorder:
         """Handles of global module hooks. Hooks on the model itself would be saved and
         copied with it."""
         self.compile_in_place = nn.Module.compile
+        self.scaled_step = GradScaler.step
+        self.scaler: Any = None
+        """Scaler of torch whose ``step`` runs."""
         noted = self._noting_errors
         self.hooks = StepHooks(
             noted(self._begins),
@@ -151,6 +155,16 @@ class Recorder:
             around_compiled(module, self._called, self._left)
 
         nn.Module.compile = compiles  # type: ignore[method-assign,assignment]
+
+        @wraps(self.scaled_step)
+        def steps(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            self.scaler = scaler
+            try:
+                return self.scaled_step(scaler, *args, **kwargs)
+            finally:
+                self.scaler = None
+
+        GradScaler.step = steps  # type: ignore[method-assign,assignment]
         self.hooks.install()
         if self.rounding is not None:
             self.rounding.install()
@@ -245,6 +259,7 @@ class Recorder:
         for handle in self.calls_of_modules:
             handle.remove()
         nn.Module.compile = self.compile_in_place  # type: ignore[method-assign]
+        GradScaler.step = self.scaled_step  # type: ignore[method-assign]
         if self.rounding is not None:
             self.rounding.remove()
         if self.blocks is not None:
@@ -358,7 +373,11 @@ class Recorder:
         with self.noting("the gradients"), torch.no_grad():
             if self.calls[number] in self.steps:
                 start = start or self._state_of(optimizer)
-                step = Step.of(optimizer, number, self.calls[number], start)
+                also = dict[str, Any]()
+                if self.scaler is not None:
+                    also["loss scale"] = scale_of(self.scaler)
+                count = self.calls[number]
+                step = Step.of(optimizer, number, count, start, also)
                 self.running[id(optimizer)] = step
         if self.orders.nudge:
             with self.noting("the rounding of gradients"):

@@ -18,6 +18,7 @@ __all__ = [
     "in_join",
     "joinable",
     "register_first",
+    "scale_of",
     "version_of",
 ]
 
@@ -63,6 +64,11 @@ def around_compiled(
         return output
 
     module._compiled_call_impl = inner
+
+
+def scale_of(scaler: Any) -> Tensor | None:
+    """Return the scale of torch's ``GradScaler`` without waiting for its device."""
+    return getattr(scaler, "_scale", None)
 
 
 def register_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> Any:

@@ -57,7 +57,8 @@ def where_it_begins(
         return forward, f"{start} in forward. {_in_forward(forward)} {of}{changed}"
     backward = _backward(one, other, step, [row.name for row in forward])
     if any(row.differs for row in backward):
-        text = _in_backward(backward)
+        forwards = [len(side.run.shares.get(step, ())) for side in (one, other)]
+        text = _in_backward(backward, forwards)
     elif not backward:
         text = "Their gradients were not recorded on both sides"
     # gradients of outputs are compared up to one common factor
@@ -90,11 +91,22 @@ def _in_forward(rows: Sequence[Row]) -> str:
     )
 
 
-def _in_backward(rows: Sequence[Row]) -> str:
-    """Name the first block, from the end on, whose output gradient differs."""
+def _in_backward(rows: Sequence[Row], forwards: Sequence[int]) -> str:
+    """Name the first block, from the end on, whose output gradient differs.
+
+    Args:
+        rows: gradients of outputs, from the last block to the first.
+        forwards: number of forwards in the step, on all ranks, of each side.
+    """
     number, row = next((n, row) for n, row in enumerate(rows) if row.differs)
     if not number:
-        return f"In backward, in the loss or after {row.name}"
+        first, second = forwards
+        why = (
+            f". The sides have {first} and {second} forwards in this step: does each "
+            "divide its loss by its own number of labels"
+        )
+        where = f"In backward, in the loss or after {row.name}"
+        return where + why * (first != second)
     return (
         f"In backward through {rows[number - 1].name}: the gradient of the output of "
         f"{row.name} is the first that differs"

@@ -53,6 +53,13 @@ def test_private_names_of_autograd_work() -> None:
     assert internals.nodes_made() > made
 
 
+def test_the_scale_of_a_scaler_is_read() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    scale = of_recording.scale_of(scaler)
+    assert scale is not None and scale.item() == 8.0
+
+
 def test_a_hook_that_is_registered_first_runs_first() -> None:
     x = torch.ones(2, requires_grad=True)
     seen: list[float] = []

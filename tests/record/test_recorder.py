@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import gradparity
 from gradparity.conformance.record.beside import left_out
-from gradparity.conformance.record.compare import SAME, compare
+from gradparity.conformance.record.compare import NOT_COMPARABLE, SAME, compare
 from gradparity.conformance.record.differences import Row
 from gradparity.conformance.record.equal import other_inputs, proved_names
 from gradparity.conformance.record.exact import compare_exactly
@@ -1175,6 +1175,48 @@ def test_gradients_that_a_step_sums_are_averaged(
     run = read_merged(tmp_path)
     gradient = run.tensors[0, "gradient", "weight"]
     assert gradient.is_summed == (rate == 0) and bool(gradient.unlike) == (rate == 0)
+
+
+def scaled(folder: Path, scale: float, nudge: int = 0) -> Run:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2)
+
+    def losses() -> Losses:
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(rows(step)).square().mean()
+            yield scaler.scale(loss) if scale else loss
+            if scale:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+
+    before = torch.amp.GradScaler.step
+    run = recorded(folder, losses(), steps=(0, 3), nudge=nudge)
+    assert torch.amp.GradScaler.step is before
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scale", "code"), [(8.0, SAME), (0.0, SAME), (4.0, NOT_COMPARABLE)]
+)
+def test_the_scale_of_a_loss_is_a_setting(
+    tmp_path: Path, scale: float, code: int
+) -> None:
+    """It was not compared: a resume that lost its scaler was the same, bit for bit."""
+    one, *noisy = (scaled(tmp_path / f"{n}", 8.0, max(0, n - 1)) for n in range(4))
+    other = scaled(tmp_path / "other", scale)
+    sides = Side(name="one", run=one, noisy=noisy), Side(name="mesh", run=other)
+    assert [one.settings[s, "weight"]["loss scale"] for s in range(3)] == [8, 8, 16]
+    found = compare(*sides)
+    assert found.code == code, found.lines
+    words = "step 0: loss scale of weight is 8 in one and 4 in mesh"
+    assert (words in found.lines[0]) == (code == NOT_COMPARABLE), found.lines
+    exactly = compare_exactly(*sides).headline
+    assert (words in exactly) == (code == NOT_COMPARABLE), exactly
 
 
 class MuonWithAdam(torch.optim.SGD):
