@@ -31,7 +31,9 @@ from torch.optim import SGD
 
 from .files import Call, Settings, Stored, copied
 from .kept import BUFFER, IDLE, RESULT, Box, Sums, Wanted
-from .parts import Part, Roots, parts_of, place
+from .layouts import parts_of
+from .parts import Part, place
+from .roots import Roots
 from .torch_internals import version_of
 
 __all__ = ["State", "Step", "dense", "states_of_generators"]

@@ -41,8 +41,9 @@ from .backward import Rounding
 from .files import Recording, Stored, as_numbers, write_rank
 from .modules import Blocks, is_traced
 from .orders import LATE, ORDERS, TWICE, Orders, Unrecorded
-from .parts import Places, Roots, trains
+from .parts import trains
 from .reading import State, Step, dense, states_of_generators
+from .roots import Places, Roots
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
 from .torch_internals import around_compiled, scale_of

@@ -34,7 +34,8 @@ from torch.optim import Optimizer
 from .kept import Box, digest_of
 from .landing import Landing, send
 from .modules import is_traced
-from .parts import Roots, bare, place
+from .parts import bare, place
+from .roots import Roots
 from .topics import (
     Answer,
     Clipped,

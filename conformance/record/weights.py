@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from .files import is_muon
 from .kept import CHUNK, Box, mix, places_of
-from .parts import Roots, bare, copies_of_megatron, cuts, fp32_range_of, place
+from .layouts import copies_of_megatron, fp32_range_of
+from .parts import bare, cuts, place
+from .roots import Roots
 
 __all__ = ["begin_from", "nudge", "nudge_gradients", "write_start"]
 

@@ -22,7 +22,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from gradparity.conformance.record import kept, weights
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, Kept, keep_bits, keep_values
-from gradparity.conformance.record.parts import Roots, parts_of, place
+from gradparity.conformance.record.layouts import parts_of
+from gradparity.conformance.record.parts import place
+from gradparity.conformance.record.roots import Roots
 from gradparity.conformance.record.rows import NEAR as NEAR_ROW
 from gradparity.conformance.record.rows import bags_of, rows_of, sums_of, unpadded_of
 from gradparity.conformance.record.weights import NEAR, nudge

@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor, Shard
 from gradparity.benchmarks.validation import foreign
 from gradparity.conformance.record.files import Stored
 from gradparity.conformance.record.kept import Box, keep_values
+from gradparity.conformance.record.layouts import parts_of
 from gradparity.conformance.record.parts import (
     UNNAMED,
     HiddenLayoutError,
     Part,
-    Roots,
     boxes_of_range,
-    parts_of,
 )
+from gradparity.conformance.record.roots import Roots
 from gradparity.conformance.record.weights import begin_from, nudge, write_start
 from gradparity.conformance.record.whole import Whole, merge
 from gradparity.tests.record.megatron_stage import (

@@ -31,8 +31,8 @@ from gradparity.conformance.record.kept import IDLE, RESULT, Box
 from gradparity.conformance.record.merge import Run, Side, read_merged
 from gradparity.conformance.record.modules import OUTPUT
 from gradparity.conformance.record.orders import Orders
-from gradparity.conformance.record.parts import Roots
 from gradparity.conformance.record.recorder import Recorder
+from gradparity.conformance.record.roots import Roots
 from gradparity.conformance.record.rows import MOST, bags_of, rows_of
 from gradparity.multiprocess import Cluster, WorldError, current_world
 
