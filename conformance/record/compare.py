@@ -261,11 +261,13 @@ def _obstacles(
         )
     elements = {name: start.size for name, (_, start) in one.run.starts.items()}
     if sum(elements[name] for name in names) < sum(elements.values()) / 2:
+        way = same_start(min(steps))
+        if shape := next(_other_shapes(one, other), ""):
+            way = f"The tensor {shape}: give both the same, padded or not"
         yield (
             UNDECIDED,
             f"too little was compared: {len(names)} of {len(elements)} tensors have a "
-            "partner on the other side, and fewer than half of the elements. "
-            f"{same_start(min(steps))}",
+            f"partner on the other side, and fewer than half of the elements. {way}",
         )
     for side in (one, other):
         if text := unmoved(side):
@@ -292,20 +294,24 @@ def _no_names(one: Side, other: Side) -> str:
             f"the sides begin at steps {first} and {second}, so weights of the start "
             "cannot be matched: give record the same --steps"
         )
-    mine, its = (
-        {name: start.shape for name, (_, start) in side.run.starts.items()}
-        for side in (one, other)
-    )
-    both = [name for name in mine if name in its]
+    both = one.run.starts.keys() & other.run.starts.keys()
     if not both:
         return f"starts differ: no tensor has equal bits. {same_start(first)}"
-    if any(mine[name] == its[name] for name in both):
+    shapes = [*_other_shapes(one, other)]
+    if len(shapes) < len(both):
         return ""
-    name = both[0]
-    return (
-        f"starts differ: {name} has shape {[*mine[name]]} in {one.name}, and "
-        f"{[*its[name]]} in {other.name}. If ranks hold parts of it, {PLACES}"
-    )
+    return f"starts differ: {shapes[0]}. If ranks hold parts of it, {PLACES}"
+
+
+def _other_shapes(one: Side, other: Side) -> Iterator[str]:
+    """Describe each tensor that has another shape on the other side."""
+    for name, (_, mine) in one.run.starts.items():
+        _, its = other.run.starts.get(name, (0, mine))
+        if its.shape != mine.shape:
+            yield (
+                f"{name} has shape {[*mine.shape]} in {one.name}, and "
+                f"{[*its.shape]} in {other.name}"
+            )
 
 
 def _decide(

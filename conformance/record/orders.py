@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -87,9 +88,18 @@ class Unrecorded(msgspec.Struct, kw_only=True):
 
 def idle_ranks(*folders: Path) -> Iterator[str]:
     """Yield a sentence if ranks called a model and took no step, beside others."""
-    paths = [path for each in folders for path in each.glob("unrecorded-*.json")]
-    ranks = sorted(int(path.stem.rpartition("-")[2]) for path in paths)
-    if ranks:
+    paths = {
+        int(path.stem.rpartition("-")[2]): path
+        for each in folders
+        for path in each.glob("unrecorded-*.json")
+    }
+    for rank, path in sorted(paths.items()):
+        with suppress(msgspec.DecodeError):
+            why = msgspec.json.decode(path.read_bytes(), type=Unrecorded)
+            if why.notes:
+                yield f"Nothing was recorded on rank {rank}: {why.notes[0]}"
+                return
+    if ranks := sorted(paths):
         yield (
             f"{rank_list(ranks).capitalize()} called a model, and no step of an "
             "optimizer was recorded there. All ranks must step, also if each gets the "

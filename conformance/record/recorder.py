@@ -673,9 +673,8 @@ def record(
         places: position of a rank's part, for parameters that are not DTensors: (name,
             parameter) -> (name in the whole model, shape of the whole tensor, position
             of the first element), or None. Needed for shards that are plain tensors,
-            and for stages or experts that have one name on several ranks. For a flat
-            tensor that the optimizer steps, a list of these: ranges of the model's
-            tensors, one after the other, each as far as its tensor reaches.
+            and for stages or experts that have one name on several ranks. For a tensor
+            of several ranges, a list of these, each with the shape of its range.
     """
     install()
     if recorder is None:

@@ -25,9 +25,11 @@ output does. That is not known of other buffers: those of an ``InstanceNorm`` di
 with the number of micro-batches, and its outputs do not."""
 Place = tuple[str, Sequence[int], Sequence[int]]
 """Name in the whole model, shape of the whole tensor, position of the first element."""
-Places = Callable[[str, nn.Parameter], Place | list[Place] | None]
-"""Maps (name, parameter) to its place; None: take the layout from the tensor. Of a flat
-tensor with ranges of several tensors, one after the other, it returns a list."""
+Range = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
+"""A place, and the shape of the elements that lie there."""
+Places = Callable[[str, nn.Parameter], Place | list[Place] | list[Range] | None]
+"""Maps (name, parameter) to its place; None: take the layout from the tensor. If a
+tensor consists of several ranges, one after the other, it returns a list."""
 
 
 class Roots:
@@ -150,7 +152,7 @@ class Roots:
         declared = None if self.places is None else self.places(name, parameter)
         is_one = isinstance(declared, list) and isinstance([*declared, 0][0], str)
         if isinstance(declared, list) and not is_one:
-            return _declared_ranges(name, declared, box.local)
+            return _declared_ranges(name, declared, parameter, box.local)
         if declared is not None:
             return [_declared(name, declared, box.local)]
         if id(parameter) in self.checkpointed:
@@ -177,31 +179,35 @@ class Roots:
 
 
 def _declared_ranges(
-    name: str, declared: list[Any], local: tuple[int, ...]
+    name: str, declared: list[Any], parameter: Tensor, local: tuple[int, ...]
 ) -> list[Piece]:
-    """Return the pieces of a flat tensor; its elements after the last one are padding.
+    """Return the pieces of a tensor; elements after the last one are padding.
 
     Raises:
-        ValueError: if a range does not lie in its whole tensor, or in the flat one.
+        ValueError: if a range does not lie in its whole tensor, or in this one.
     """
     pieces: list[Piece] = []
     first, size = 0, math.prod(local)
     for each in declared:
         try:
-            _, shape, (start,) = each
-            length = min(math.prod(shape) - start, size - first)
+            whole, shape, start, *lengths = each
+            # of a flat tensor, a range reaches as far as both do
+            rest = size - first, math.prod(shape) - math.prod(start)
+            (length,) = lengths or [(min(rest),)]
+            is_right = 0 < math.prod(length) <= size - first
+            is_right &= bool(lengths) or len(local) == len(start) == 1
         except (TypeError, ValueError):
-            length = 0
-        if length <= 0 or len(local) != 1:
+            is_right = False
+        if not is_right or not parameter.is_contiguous():
             raise ValueError(
                 f"places returned {each!r:.200} in a list for {name}, whose part has "
-                f"shape {[*local]}. Expected for each range of a flat tensor: (name in "
-                "the whole model, shape of the whole tensor, (position of the range's "
-                "first element in the flattened whole tensor,))"
+                f"shape {[*local]}. Expected for each range of a contiguous tensor: "
+                "(name in the whole model, shape of the whole tensor, position of the "
+                "range's first element, shape of the range)"
             )
-        piece = _declared(name, each, (length,))
+        piece = _declared(name, (whole, shape, start), tuple(length))
         pieces.append(Piece(piece.name, first, piece.box))
-        first += length
+        first += piece.box.size
     return pieces
 
 

@@ -685,6 +685,9 @@ def test_a_broken_recording_is_reported_in_one_line(
     assert told().endswith("these of 2 ranks wrote nothing: 1\n")
     path.with_name("unrecorded-1.json").write_text("{}")
     assert "wrote nothing: 1. Rank 1 called a model, and no step of an opt" in told()
+    why = {"calls": {}, "notes": ["the gradients: ValueError: places"]}
+    path.with_name("unrecorded-1.json").write_text(json.dumps(why))
+    assert "Nothing was recorded on rank 1: the gradients: ValueError: pl" in told()
     path.with_name("rank-1.safetensors").write_bytes(whole)
     assert "has files of several jobs, of other numbers of ranks" in told()
 

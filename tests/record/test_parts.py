@@ -224,6 +224,26 @@ def test_a_view_of_other_numbers_has_no_name() -> None:
     assert [p.box for p in parts_of(inner, roots)] == [Box((1, 6), (0, 2), (1, 2))]
 
 
+def test_rows_of_a_fused_weight_are_ranges() -> None:
+    """A rank of an own tensor parallelism holds rows of q, of k and of v."""
+    whole = torch.randn(12, 2)
+    one = nn.Linear(2, 12, bias=False)
+    one.weight = nn.Parameter(whole)
+    held, places = [], []
+    for rank in range(2):
+        model = nn.Linear(2, 6, bias=False)
+        each = [third.chunk(2)[rank] for third in whole.chunk(3)]
+        model.weight = nn.Parameter(torch.cat(each))
+        held.append(with_gradients(model))
+        rows = [
+            ("weight", (12, 2), (4 * third + 2 * rank, 0), (2, 2)) for third in range(3)
+        ]
+        places.append(lambda *_, rows=rows: rows)
+    right = merged([with_gradients(one)])["weight"]
+    fused = merged(held, places)["weight"]
+    assert fused.digest == right.digest and fused.is_whole
+
+
 def test_a_list_may_be_one_place_or_none() -> None:
     flat, roots = torch.zeros(4), Roots()
     box = Box((4,), (0,), (4,))
@@ -241,6 +261,8 @@ def test_a_list_may_be_one_place_or_none() -> None:
         [("a", (2, 2), (0, 0))],
         [("a", (2, 2))],
         [("a", (4,), (0,)), ("b", (9,), (0,))],  # begins after the end of the part
+        [("a", (9,), (0,), (5,))],  # longer than the part
+        [("a", (2, 2), (1, 0), (2, 2))],
         [1],
     ],
 )
@@ -248,7 +270,7 @@ def test_ranges_that_a_flat_tensor_cannot_hold_are_refused(places: Any) -> None:
     roots = Roots()
     roots.places = lambda *_: places
     flat = torch.zeros(4)
-    with pytest.raises(ValueError, match="in a list for parameter 0, whose part has"):
+    with pytest.raises(ValueError, match="for parameter 0, whose part has"):
         list(parts_of(torch.optim.SGD([flat], 0.1), roots))
 
 
