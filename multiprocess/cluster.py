@@ -126,7 +126,7 @@ class BaseCluster(ABC):
                 self._answered = all(fact.answered for fact in facts)
                 outcomes = outcomes_or_raise(facts)
             except BaseException:
-                self._end(kill=True)
+                self._end(kill=not self._answered)
                 raise
             if not all(fact.reply and fact.reply.reusable for fact in facts):
                 self.close()

@@ -70,6 +70,7 @@ FEW = 2
 """Number of tensors that say by their names where a difference begins."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
+PAD_ALIKE = "give both sides the same shape, padded or not"
 SAME, DIFFERENT, NOT_COMPARABLE, BROKEN, UNDECIDED = range(5)
 """Exit codes of ``gradparity compare``."""
 
@@ -147,6 +148,9 @@ def compare(one: Side, other: Side) -> Comparison:
             comparison.decide(UNDECIDED, f"{text}: record {_more(steps)}")
     if comparison.code == SAME and (text := narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
+    for text in _other_shapes(one, other) if comparison.code == SAME else ():
+        comparison.decide(UNDECIDED, f"{text}, so it is not compared: {PAD_ALIKE}")
+        break
     comparison.facts += wider(one, other, names)
     tell_steps(comparison, one, other, steps)
     comparison.facts += clipped(one, other, steps, differs=comparison.code == DIFFERENT)
@@ -263,7 +267,7 @@ def _obstacles(
     if sum(elements[name] for name in names) < sum(elements.values()) / 2:
         way = same_start(min(steps))
         if shape := next(_other_shapes(one, other), ""):
-            way = f"The tensor {shape}: give both the same, padded or not"
+            way = f"The tensor {shape}: {PAD_ALIKE}"
         yield (
             UNDECIDED,
             f"too little was compared: {len(names)} of {len(elements)} tensors have a "

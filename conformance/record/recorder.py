@@ -190,6 +190,8 @@ class Recorder:
         with self.noting("the first forward"):
             if not torch.is_grad_enabled() or not trains(module):
                 return
+            if _passes_a_method_on(module):
+                return  # which calls the models
             if any(map(is_lazy, module.parameters())):
                 return  # this call makes the parameters
             if any(p.grad_fn is not None for p in module.parameters()):
@@ -628,6 +630,17 @@ class Recorder:
 def _generators(module: nn.Module) -> list[Tensor]:
     """Return the states of the generators that the forward of a model may use."""
     return states_of_generators(next(module.parameters()).device)
+
+
+def _passes_a_method_on(module: nn.Module) -> bool:
+    """Return True for a call of Lightning that leads to ``training_step``.
+
+    Lightning replaces ``forward`` for the call, so that DDP or FSDP sees it. On one
+    process it calls ``training_step`` itself.
+    """
+    inner = getattr(module, "module", module)
+    forward = vars(inner).get("forward")
+    return getattr(forward, "__module__", "").endswith(".strategies.strategy")
 
 
 def _has_values(tensor: Tensor) -> bool:

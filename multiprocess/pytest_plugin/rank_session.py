@@ -449,6 +449,8 @@ class _RankPlugin:
         if call.excinfo is not None:
             self._latest = report, call.excinfo.value
             self._errors[id(report)] = self._latest
+        if report.failed:  # pytest counts reports that are logged, and fixtures read it
+            item.session.testsfailed += 1
         return report
 
     @pytest.hookimpl(tryfirst=True)

@@ -18,8 +18,11 @@ def by_rank(rank):
     else:
         found = "never"
     return found
+
+def before_a_failure():
+    return "one that a mark expects, say"
 """
-LINES, NEVER = [2, 3, 4, 5, 6, 9], [8]
+LINES, NEVER = [2, 3, 4, 5, 6, 9, 11, 12], [8]
 
 SETTINGS = """
 [run]
@@ -41,7 +44,13 @@ def by(rank):
 @pytest.mark.world(world_size=2)
 @pytest.mark.parametrize("number", range(2))
 def test_in_a_pool(world, number):
-    by(world.rank)
+    from measured import before_a_failure
+    before_a_failure()
+
+@pytest.mark.xfail
+@pytest.mark.world(world_size=2)
+def test_fails(world):
+    assert world.rank == 0
 
 @pytest.mark.world(world_size=2, isolation="process")
 def test_in_processes(world):
@@ -52,7 +61,8 @@ PROGRAM = """
 from gradparity.multiprocess import Cluster, current_world
 
 def body():
-    from measured import by_rank
+    from measured import before_a_failure, by_rank
+    before_a_failure()
     return by_rank(current_world().rank)
 
 with Cluster(2) as cluster:

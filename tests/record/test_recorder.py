@@ -1177,6 +1177,46 @@ def test_gradients_that_a_step_sums_are_averaged(
     assert gradient.is_summed == (rate == 0) and bool(gradient.unlike) == (rate == 0)
 
 
+def test_a_method_that_lightning_passes_through_a_wrapper_is_no_forward(
+    tmp_path: Path,
+) -> None:
+    """On one process ``training_step`` is called itself, and its rows are others."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss: Tensor = self.net(batch[:, :2]).square().mean()
+            return loss
+
+    def run(passes: bool) -> Run:
+        torch.manual_seed(0)
+        module = Whole()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+
+        def forward(batch: Tensor) -> Tensor:
+            del module.forward
+            return module.training_step(batch)
+
+        forward.__module__ = "pytorch_lightning.strategies.strategy"
+
+        def losses() -> Losses:
+            for step in range(2):
+                optimizer.zero_grad()
+                if passes:
+                    module.forward = forward
+                yield module(rows(step)) if passes else module.training_step(rows(step))
+                optimizer.step()
+
+        return recorded(tmp_path / str(passes), losses(), steps=(0, 2))
+
+    one, other = run(passes=False), run(passes=True)
+    assert one.rows == other.rows and len(one.rows[0]) == 4
+    assert [*proved_names(one, other)[0]] == ["net.weight", "net.bias"]
+
+
 def scaled(folder: Path, scale: float, nudge: int = 0) -> Run:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
