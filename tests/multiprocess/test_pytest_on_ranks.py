@@ -277,8 +277,14 @@ import logging, os, threading
 def test_assert(world):
     assert {"a": world.rank, "b": 1} == {"a": 0, "b": 1}
 
+@pytest.fixture
+def counted(request):
+    before = request.session.testsfailed
+    yield
+    print("of this test", request.session.testsfailed - before, "failed")
+
 @pytest.mark.world(2)
-def test_log(world):
+def test_log(world, counted):
     logging.getLogger("ours").error("from %d", world.rank)
     raise ValueError
 
@@ -359,6 +365,7 @@ def test_features_that_fail(session: Session) -> None:
     out = done.stdout
     assert "{'a': 1} != {'a': 0}" in out
     assert "--- rank 0 ---\nERROR " in out and "ERROR    ours:test_it.py" in out
+    assert "of this test 1 failed" in out
     assert "PytestUnhandledThreadExceptionWarning" in out
     assert "ERROR at setup of test_setup" in out and "of the setup" in out
     assert "ERROR at teardown of test_teardown" in out and "of the teardown" in out
