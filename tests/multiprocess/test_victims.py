@@ -30,16 +30,16 @@ def fail_or_wait(world):
 def test_a_teardown_that_fails_after_another_rank(session: Session) -> None:
     """Its error was lost, and a server that had crashed was not reported."""
     done = session(f"""{HEAD}
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=10)
 def test_it(world, server):
     fail_or_wait(world)
 
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=10)
 def test_answers(world, client):
     world.once(lambda: int("boo"))
 
 @pytest.mark.xfail
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=10)
 def test_expected(world, server):
     fail_or_wait(world)
 """)
@@ -71,7 +71,7 @@ def test_it(world, barrier):
 # regression: h28-18
 def test_a_subtest_that_failed_before_another_rank(session: Session) -> None:
     done = session(f"""{HEAD}
-@pytest.mark.world(2)
+@pytest.mark.world(2, grace_s=10)
 def test_it(world, subtests):
     if world.rank == 0:
         with subtests.test("own"):
