@@ -7,7 +7,7 @@ the median over tensors of distance / noise may not exceed ``WHOLE``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -148,7 +148,7 @@ def compare(one: Side, other: Side) -> Comparison:
             comparison.decide(UNDECIDED, f"{text}: record {_more(steps)}")
     if comparison.code == SAME and (text := narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
-    for text in _other_shapes(one, other) if comparison.code == SAME else ():
+    for text in _other_shapes(one, other, names) if comparison.code == SAME else ():
         comparison.decide(UNDECIDED, f"{text}, so it is not compared: {PAD_ALIKE}")
         break
     comparison.facts += wider(one, other, names)
@@ -266,7 +266,7 @@ def _obstacles(
     elements = {name: start.size for name, (_, start) in one.run.starts.items()}
     if sum(elements[name] for name in names) < sum(elements.values()) / 2:
         way = same_start(min(steps))
-        if shape := next(_other_shapes(one, other), ""):
+        if shape := next(_other_shapes(one, other, names), ""):
             way = f"The tensor {shape}: {PAD_ALIKE}"
         yield (
             UNDECIDED,
@@ -301,17 +301,17 @@ def _no_names(one: Side, other: Side) -> str:
     both = one.run.starts.keys() & other.run.starts.keys()
     if not both:
         return f"starts differ: no tensor has equal bits. {same_start(first)}"
-    shapes = [*_other_shapes(one, other)]
+    shapes = [*_other_shapes(one, other, ())]
     if len(shapes) < len(both):
         return ""
     return f"starts differ: {shapes[0]}. If ranks hold parts of it, {PLACES}"
 
 
-def _other_shapes(one: Side, other: Side) -> Iterator[str]:
-    """Describe each tensor that has another shape on the other side."""
+def _other_shapes(one: Side, other: Side, names: Container[str]) -> Iterator[str]:
+    """Describe tensors with one name and two shapes; ``names`` are matched ones."""
     for name, (_, mine) in one.run.starts.items():
         _, its = other.run.starts.get(name, (0, mine))
-        if its.shape != mine.shape:
+        if its.shape != mine.shape and name not in names:
             yield (
                 f"{name} has shape {[*mine.shape]} in {one.name}, and "
                 f"{[*its.shape]} in {other.name}"

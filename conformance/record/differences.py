@@ -17,8 +17,8 @@ update is multiplied by the gradient, and may be a multiple of it already.
 
 [Note: Orthogonal updates]
 Muon makes an update orthogonal by a chain of products in bf16. Its noise is measured
-with gradients rounded to bf16, and is 0.005 to 0.04 of the update. So the median tensor
-is one that another optimizer updates.
+with nudged gradients, and is some hundredths of the update. So the median tensor is one
+that another optimizer updates.
 
 [Note: Idle elements]
 Where a gradient is zero, an update comes from decay or momentum: in rows of an

@@ -640,7 +640,7 @@ def _passes_a_method_on(module: nn.Module) -> bool:
     """
     inner = getattr(module, "module", module)
     forward = vars(inner).get("forward")
-    return getattr(forward, "__module__", "").endswith(".strategies.strategy")
+    return str(getattr(forward, "__module__", "")).endswith(".strategies.strategy")
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -106,7 +106,7 @@ def _in_backward(rows: Sequence[Row], forwards: Sequence[int]) -> str:
             "divide its loss by its own number of labels"
         )
         where = f"In backward, in the loss or after {row.name}"
-        return where + why * (first != second)
+        return where + why * (0 < first != second > 0)
     return (
         f"In backward through {rows[number - 1].name}: the gradient of the output of "
         f"{row.name} is the first that differs"

@@ -128,9 +128,11 @@ def test_the_gradient_of_the_last_output_may_differ() -> None:
     other = changed(other, key, sketch=sketch + np.eye(len(sketch))[0])
     told = f"where: step 0: {OUTPUTS}In backward, in the loss or after third"
     assert against(other).lines[1] == told
-    twice = against(replace(other, shares={0: [(2,), (2,)]})).lines[1]
+    shares = {0: [(2,), (2,)]}
+    one = replace(ONE, run=replace(ONE.run, shares={0: [(4,)]}))
+    twice = compare(one, Side(name="mesh", run=replace(other, shares=shares))).lines[1]
     assert twice == told + (
-        ". The sides have 0 and 2 forwards in this step: does each divide its loss by "
+        ". The sides have 1 and 2 forwards in this step: does each divide its loss by "
         "its own number of labels"
     )
 
