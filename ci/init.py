@@ -150,8 +150,8 @@ def _module(out: Path) -> str:
         )
     if out.suffix != ".py" or not all(part.isidentifier() for part in parts):
         raise UsageError(
-            f"--out {out}: expected a Python file in this folder or below, such as "
-            "stack.py or mypackage/stack.py: gradparity imports it from here"
+            f"--out {out}: expected a Python file in this folder or below with names "
+            "that can be imported, such as stack.py or mypackage/stack.py"
         )
     if len(parts) > 1 and Path(parts[0]).with_suffix(".py").is_file():
         raise UsageError(

@@ -171,8 +171,7 @@ def devices_of(backend: str) -> tuple[str, ...]:
     for name in backends.values():
         if name not in names:
             raise ValueError(
-                f"backend must name backends of {', '.join(names)}; got {name!r} in "
-                f"{backend!r}"
+                f"backend {backend!r} has {name!r}, expected one of {', '.join(names)}"
             )
     return tuple(backends)
 
@@ -200,7 +199,11 @@ def _check_type(name: str, value: object, kind: type) -> None:
 
 
 def _make_tuple(spec: WorldSpec, name: str) -> None:
-    """Convert a list in a setting to a tuple, which is hashable."""
+    """Convert a list in a setting to a tuple, which is hashable.
+
+    Raises:
+        TypeError: if the setting is no list or tuple of text.
+    """
     value = getattr(spec, name)
     if not isinstance(value, list | tuple) or not {*map(type, value)} <= {str}:
         raise TypeError(f"{name} must be a tuple of names, got {value!r}")

@@ -372,7 +372,10 @@ def _spacings(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
 
 
 def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
-    """Return the errors that come from storing values in fp32: half a spacing."""
+    """Return the rounding error of each stored fp32 value, by step.
+
+    It is half the distance to the next number. ``moved`` holds the updates of steps.
+    """
     return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth, moved)]
 
 

@@ -100,7 +100,7 @@ has weights that the first one moved."""
 
 @dataclass(frozen=True, kw_only=True)
 class OneRank:
-    """Reference runs on one rank: the truth in fp64, noisy runs and side runs."""
+    """Runs of the reference on one rank: in fp64, with noise, and as side runs."""
 
     truth: Reference
     noisy: Sequence[Reference]

@@ -323,13 +323,12 @@ def _of_copies(
 ) -> tuple[dict[str, _Values], str]:
     """Return settings of optimizers that step copies of the parameters.
 
-    A setting with one value in all groups applies to each parameter. If groups have
-    different values, it is unknown which parameter has which value.
+    Which copy belongs to which parameter is unknown. So a setting is assigned only if
+    it has one value in all groups and ranks, and then to each parameter.
 
     Returns:
-        Two results. The first maps a key to its values, if all groups have the same
-        value at each step. The second describes a changed setting with different
-        values in groups; it is "" if there is none.
+        Key -> values of each assigned setting, and a text about the first other setting
+        that changes between steps; "" if there is none.
     """
     groups: dict[str, dict[int, dict[int, list[Setting]]]] = {}
     for step, seen in enumerate(steps):

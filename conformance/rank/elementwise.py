@@ -94,7 +94,10 @@ class HalfNoise(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func`` and change half-precision results by up to a unit roundoff."""
+        """Run ``func``, and multiply a half-precision tensor that it returns.
+
+        The factor is 1 plus up to a unit roundoff. Views and tuples stay as they are.
+        """
         result = func(*args, **(kwargs or {}))
         half = isinstance(result, Tensor) and result.dtype in _HALF
         if half and not makes_view(func):

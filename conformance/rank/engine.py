@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def gives_weights(self) -> bool:
-        """True if the workload's ``weights`` describes a rank's parts."""
+        """True if ``weights`` says which piece of a parameter a rank holds."""
         return self.scenario.workload.weights is not None and not self.is_single
 
     def total_counts(self, counts: Counts) -> Counts:
@@ -277,8 +277,8 @@ class Engine:
     def _counted(self, parts: Iterable[Batch]) -> Counts:
         """Return the counts of a whole step, which the first backward needs.
 
-        Empty if the loss is a mean, or if there is one micro-batch. The extra forward
-        passes leave no state behind.
+        Empty if the loss is a mean. A step of one micro-batch needs no call. The extra
+        forward passes leave no state behind.
         """
         workload = self.scenario.workload
         if not facts_of(workload.name).counted:
@@ -353,7 +353,10 @@ class Engine:
         return [x * self.scenario.loss_factor for x in losses]
 
     def _objective(self, part: Batch) -> tuple[list[Tensor], Counts]:
-        """Return the losses of a micro-batch, and their counts if they are sums."""
+        """Return the losses of a micro-batch, and the counts that divide them.
+
+        A count is of tokens, say. Without counts the losses are means.
+        """
         workload = self.scenario.workload
         with self.scenario.parsed_precision.autocast(self.device.type):
             with workload.calling("forward"):

@@ -102,7 +102,7 @@ def initial_model(spec: str, seed: int, training: Training) -> nn.Module:
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """Return a digest of all parameters, to compare references and ranks."""
+    """Return a digest of all compared parameters, for references and ranks."""
     bits = [f"{name} {digest(p)}" for name, p in compared_parameters(model).items()]
     return hashlib.blake2b("\n".join(bits).encode(), digest_size=8).hexdigest()
 

@@ -77,7 +77,7 @@ class Rounding:
         torch.autograd.backward = self.passes
 
     def see(self, output: Any) -> None:
-        """Round the gradients of a model's outputs up."""
+        """Let a backward pass move gradients of these outputs up to the next number."""
         if not _is_alone():
             return
         with self.noting("the rounding of the gradient of an output"):

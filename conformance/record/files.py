@@ -355,7 +355,10 @@ def _read(path: Path) -> Recording:
         raise ValueError(f"{path} is not a recording: {error}") from error
     sizes = [length or 0 for _, _, length, *_ in header.numbers]
     if sum(sizes) != len(sketches):
-        raise ValueError(f"{path}: has {len(sketches)} of {sum(sizes)} numbers")
+        raise ValueError(
+            f"{path} is damaged: it holds {len(sketches)} numbers, and its header says "
+            f"{sum(sizes)}. Record it again"
+        )
     ends = itertools.accumulate(sizes)
     return Recording(
         world_size=header.world_size,

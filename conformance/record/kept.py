@@ -88,7 +88,7 @@ class Box:
 
     @property
     def is_flat(self) -> bool:
-        """True if the part is a range of the flattened tensor."""
+        """True if ``offsets`` is one position, in the flattened tensor."""
         return len(self.offsets) != len(self.shape)
 
     @property
@@ -111,7 +111,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Kept:
-    """Numbers kept of one part, on its device until they are read."""
+    """Digests and sums of a rank's part of a tensor, on its device until read."""
 
     digest: Tensor
     """int64: sum of bits times words, modulo 2^64; 0 if not requested."""

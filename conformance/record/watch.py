@@ -363,7 +363,9 @@ def _check(
                 "each as an argument, and of a wrapper the optimizer inside of it"
             )
     if data and mesh is None:
-        raise ValueError("give mesh=, whose axes data= names")
+        raise ValueError(
+            "data= has axes of a device mesh, and there is no mesh=: give the mesh"
+        )
     axes = () if mesh is None else mesh.mesh_dim_names or ()
     if unknown := [axis for axis in data if isinstance(axis, str) and axis not in axes]:
         raise ValueError(f"data= has {unknown[0]!r}, and the axes of mesh= are {axes}")

@@ -129,7 +129,7 @@ class _Unread:
     def pytest_load_initial_conftests(
         self, early_config: pytest.Config, parser: pytest.Parser, args: list[str]
     ) -> Generator[None, object, object]:
-        """Remove them from the arguments, once conftests are imported."""
+        """Remove unknown options from the arguments, once conftests are imported."""
         result = yield
         actions = _parser_of(parser)._actions
         flags = {flag for action in actions for flag in action.option_strings}

@@ -296,10 +296,10 @@ def _wrap_wait(
 
 
 def _wrap_new_group(owner: Any, name: str) -> None:
-    """Wrap the function that makes groups, so that members of default groups are noted.
+    """Wrap the function that makes groups, to note the members of default groups.
 
-    A test may make a default group of some ranks of the world, or of other processes.
-    Its ranks have other numbers there, so they tell each other those of the world.
+    A test may make a default group of only some ranks, which are numbered anew there.
+    So each rank publishes its number in the world through the group's store.
     """
     wrapped = getattr(owner, name)
     signature = inspect.signature(wrapped)

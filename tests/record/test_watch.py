@@ -672,7 +672,9 @@ def test_one_process_can_watch_and_bad_use_raises() -> None:
     assert watch.step == 1
     with pytest.raises(ValueError, match="give the optimizers that train the model"):
         gradparity.watch(model)
-    with pytest.raises(ValueError, match="give mesh=, whose axes data= names"):
+    with pytest.raises(
+        ValueError, match="data= has axes of a device mesh, and there is no mesh="
+    ):
         gradparity.watch(model, optimizer, data=("dp",))
     with pytest.raises(ValueError, match="no trained parameter"):
         gradparity.watch(model, optimizer, apart=("",))
