@@ -170,7 +170,7 @@ def signal_process(pid: int, pidfd: int | None, number: int) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and everything in its process group.
+    """Kill a process, and everything in the process group that it leads.
 
     Use it only if no one else can wait for the process: otherwise its number may
     already belong to another process.

@@ -62,11 +62,12 @@ class Layout(NamedTuple):
     """Mesh and replication of gradients.
 
     Attributes:
-        mesh: hash of the ranks of the mesh, in its order. It is negative until
-            ``replicas.py`` has identified the replicas of the mesh.
-        ranks: ranks of the default process group, in ascending order.
+        mesh: hash of the mesh's ranks in the order of the mesh, negative. Once
+            ``replicas.py`` has identified the replicas it is a positive hash of that
+            number and of all meshes that hold the same parameters.
+        ranks: global ranks of the mesh, in ascending order.
         kind: names of the axes of the mesh, and their sizes.
-        copies: number of ranks that hold each element.
+        copies: number of ranks of the mesh that hold each element.
     """
 
     mesh: float

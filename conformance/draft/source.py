@@ -85,8 +85,8 @@ def find_source(spec: str) -> Source:
             class whose single argument is a configuration with defaults.
 
     Raises:
-        UsageError: if it names neither, or if the model cannot be created; says what to
-            write.
+        UsageError: if ``spec`` names neither, or if the model cannot be created. The
+            message says what to do instead.
     """
     target = load(spec)
     way = f"write a function without arguments, {_way(spec)}"

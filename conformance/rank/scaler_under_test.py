@@ -141,7 +141,7 @@ class ScalerUnderTest:
             return scale, growth_tracker(self.scaler.state_dict())
 
     def step(self) -> None:
-        """Unscale if the recipe says so, clip, and step every optimizer."""
+        """Unscale and clip if the recipe says so, then step every optimizer."""
         optimizers = self.engine.optimizers
         if self.scaler is None:
             self.engine.clip()

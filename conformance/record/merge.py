@@ -271,9 +271,10 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
 def _not_stepped(
     parts: Mapping[Key, Sequence[tuple[int, Stored]]], key: Key
 ) -> Iterator[tuple[int, Stored]]:
-    """Yield zeros for the elements of a gradient of None, if no rank steps them.
+    """Yield zeros for the parts of a gradient that no rank recorded or stepped.
 
-    The weight stays then. It moves if another rank steps the elements, and sends them.
+    A part counts as not stepped if its weight has equal bits at the next step. A weight
+    that moved was stepped by another rank, so its gradient is not taken as zero.
     """
     step, _, name = key
     stepped = {part.place for _, part in parts[key]}

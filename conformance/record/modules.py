@@ -192,11 +192,13 @@ class Blocks:
             sums_by_call[call] = box, keep_values(part, box, rows=batch.rows)
 
     def read(self) -> tuple[dict[int, list[Tensor]], dict[Key, tuple[Box, Kept]]]:
-        """Add up the calls of each step.
+        """Add up the numbers of the model's calls in each step.
+
+        Of several calls with the same rows only the last counts.
 
         Returns:
             Step -> digests of the rows of each call that counts; and (step, kind, name)
-            -> box and numbers.
+            -> box and numbers of a block's output, or of the output's gradient.
         """
         rows_by_step, sums_by_key = dict[int, list[Tensor]](), {}
         for step, rows in self.rows.items():

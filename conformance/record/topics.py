@@ -360,7 +360,10 @@ class Clipped:
         self._period, self._group, self._device = period, group, device
 
     def give(self, step: int) -> tuple[Sequence[Number], Read]:
-        """Add up squares over ranks, by a second message of 8 bytes."""
+        """Begin to add up the squares of the clipped gradients over ranks.
+
+        The sum is a message of its own, of 8 bytes, sent only at steps with a check.
+        """
         if step % self._period:
             return (), lambda _: iter(())
         norm, limit = self._clipped()

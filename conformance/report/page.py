@@ -291,7 +291,7 @@ _VALUES = {"parity", "transparency"}
 
 
 def _broken(records: Sequence[CaseRecord]) -> set[str]:
-    """Return the chapters of all checks that fail in the records."""
+    """Return the chapters (ids before the dot) of checks that fail in the records."""
     return {v.law.partition(".")[0] for record in records for v in record.failures}
 
 

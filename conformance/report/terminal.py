@@ -307,9 +307,10 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def not_tried_lines(report: Report) -> list[str]:
-    """Return a line for each reason why cases were skipped or left out.
+    """Return lines on the cases that were skipped or left out.
 
-    A line names the first case, and the number of others with the same reason.
+    Skipped cases with one reason share a line: it names the first, and the number of
+    others. Cases left out have the lines of the report's header.
     """
     cases_by_cause: dict[str, list[CaseRecord]] = {}
     for case in report.cases:

@@ -38,12 +38,13 @@ def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]
     How a rank may end, and what follows:
 
     - it returns its trace;
-    - it raises StoppedError with the trace so far: a call of the scaler raised, or a
-      checked collective had a wrong result on some rank. Then all ranks raise
+    - a call of the scaler raises: the rank raises StoppedError with the trace so far;
+    - a checked collective has a wrong result on some rank, for example because a
+      stray collective paired with it. All ranks raise StoppedError with their traces
       (``worker.all_say_right``), so that none is left in a collective;
-    - it hangs, and the parent kills it: no trace. With a scaler, a hang is a
-      violation if it occurs again in a second try, because a busy machine may also be
-      slow. Without a scaler it is no violation;
+    - it hangs, and the parent kills it: no trace. With a scaler, a hang is a violation
+      if it occurs again in a second try, because a busy machine may also be slow.
+      Without a scaler it is no violation;
     - it is killed or exits: no trace and no verdict, since the machine may be short of
       memory. The same holds for any other exception, which comes from gradparity or
       from the workload.
@@ -53,7 +54,8 @@ def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]
         has_scaler: true if the run had a scaler; a hang is then a fault of the scaler.
 
     Raises:
-        WorldError: if neither the scaler nor a stray collective caused the failure.
+        WorldError: if a rank was killed or exited, or if the root cause is neither a
+            StoppedError nor, in a run with a scaler, a hang.
     """
     states = {outcome.state for outcome in failure.outcomes}
     raised = isinstance(failure.root.exception, StoppedError)
@@ -92,7 +94,8 @@ def _how(outcome: RankOutcome) -> str:
 def ran_out_of_time(traces: Sequence[RankTrace]) -> str:
     """Describe the call that exceeded the time limit; "" if there is none.
 
-    Returns "" also if a call of the scaler raised: other ranks only waited for it.
+    Returns "" also if a call of the scaler raised: the other ranks were late only
+    because they waited for the rank that raised.
     """
     if any(trace.problem is not None for trace in traces):
         # other ranks were late only because they waited for the rank that raised

@@ -145,7 +145,10 @@ class Scaled:
         return [begin + text + end for text in wrong]
 
     def ruled(self, scale: float, bad: bool) -> tuple[float, int]:
-        """Return the documented state after an update."""
+        """Count a step, and return (scale, growth tracker) after its update.
+
+        Both follow the documented rule of torch's ``GradScaler``.
+        """
         settings = self.settings
         self.good = 0 if bad else (self.good + 1) % settings["growth_interval"]
         if bad:

@@ -442,7 +442,7 @@ def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
 
 
 def _longer(selection: Selection) -> Iterator[Scenario]:
-    """Yield one run with more passes and one with more steps, on the largest mesh.
+    """Yield two runs on the largest mesh: six backward passes a step, and more steps.
 
     They come last, and not in the preset ``quick``: few faults need them, and they take
     long.
@@ -513,7 +513,11 @@ def _long_runs(selection: Selection) -> Iterator[Scenario]:
 def _plainest(
     selection: Selection, usual: Sequence[str], when: str, optimizer: str
 ) -> Iterator[Row]:
-    """Yield rows of the simplest model on the selected usual topologies."""
+    """Yield a plain row for each selected topology that is among the usual ones.
+
+    The model is the topology's first. A workload is its own model, and all of its
+    topologies are usual. Without a scaler there are no rows.
+    """
     if selection.no_scaler:
         return
     own = selection.workload

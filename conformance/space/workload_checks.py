@@ -605,7 +605,7 @@ def _check_alone(
 def _settings(
     optimizer: Any, chosen: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Any]]:
-    """Return the numbers and flags of each parameter's group, by name."""
+    """Return name of a parameter -> numbers and flags of its param group."""
     names = {parameter: name for name, parameter in chosen.items()}
     settings: dict[str, dict[str, Any]] = {name: {} for name in chosen}
     if isinstance(optimizer, torch.optim.Optimizer):  # else of an unknown form

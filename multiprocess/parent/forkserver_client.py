@@ -105,7 +105,11 @@ class ForkserverClient:
     """Connection to one forkserver."""
 
     def __init__(self, *, fork: bool = False) -> None:
-        """Start the server; with ``fork`` as a fork of this process."""
+        """Start the server.
+
+        Args:
+            fork: True to fork it from this process, and start no new interpreter.
+        """
         linux.fill_standard_descriptors()
         self.owner = linux.getpid()
         self._lock = threading.Lock()

@@ -573,6 +573,7 @@ def _session_order(config: pytest.Config) -> SessionOrder:
             folder=str(config.invocation_params.dir),
             terminal=_terminal(config),
             temporary=internals.temporary_folder(config),
+            captures=config.getoption("capture", "fd") != "no",
             worker=getattr(config, "workerinput", None) or _as_only_worker(config),
         )
     return config.stash[_SESSION]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import sys
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from _pytest._code.code import (
 )
 from _pytest._io import TerminalWriter
 from _pytest._io.saferepr import saferepr as saferepr  # the plugin uses it from here
+from _pytest.capture import DontReadFromInput
 from _pytest.config import get_config
 from _pytest.runner import runtestprotocol
 from _pytest.skipping import Xfail, xfailed_key
@@ -155,6 +157,11 @@ def write_nowhere(config: pytest.Config) -> None:
     """
     writer = TerminalWriter(io.StringIO())
     setattr(config, "get_terminal_writer", lambda: writer)  # noqa: B010  # of this object only
+
+
+def refuse_input() -> None:
+    """Let tests of this process fail if they read from stdin, as captured ones do."""
+    sys.stdin = DontReadFromInput()
 
 
 def unconfigure(config: pytest.Config) -> None:

@@ -54,6 +54,9 @@ class SessionOrder:
     terminal: str | None
     """Terminal in which a failed rank is debugged; None without ``--pdb``."""
 
+    captures: bool
+    """True if the parent's session captures output, and then has no stdin."""
+
     worker: Mapping[str, Any]
     """Value of ``config.workerinput``, which tells plugins that another session
     reports."""
@@ -209,6 +212,8 @@ class RankSession:
         self.plugin = _RankPlugin(order.terminal)
         self.config.pluginmanager.register(self.plugin, "gradparity-rank")
         internals.write_nowhere(self.config)
+        if order.captures:
+            internals.refuse_input()
         internals.configure(self.config)
         # In force until this call ends; `tear_down_to` runs in another call.
         self._filters = warnings.filters

@@ -239,7 +239,10 @@ def _put(values: Sequence[Any]) -> None:
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore the process-wide settings at the end, but for changes that are kept."""
+    """Restore the process-wide settings at the end, and stop the signal timers.
+
+    Changes that :func:`keep_changes` has let stay are not undone.
+    """
     keep_settings()
     with warnings.catch_warnings():
         try:

@@ -271,11 +271,15 @@ def test_features_that_pass(session: Session, pytester: pytest.Pytester) -> None
 
 # regression: M7
 FAILURES = """
-import logging, os, threading
+import logging, os, sys, threading
 
 @pytest.mark.world(2)
 def test_assert(world):
     assert {"a": world.rank, "b": 1} == {"a": 0, "b": 1}
+
+@pytest.mark.world(2)
+def test_reads(world):
+    assert not sys.stdin.read()
 
 @pytest.fixture
 def counted(request):
@@ -365,6 +369,7 @@ def test_features_that_fail(session: Session) -> None:
     out = done.stdout
     assert "{'a': 1} != {'a': 0}" in out
     assert "--- rank 0 ---\nERROR " in out and "ERROR    ours:test_it.py" in out
+    assert "OSError: pytest: reading from stdin while output is captured!" in out
     assert "of this test 1 failed" in out
     assert "PytestUnhandledThreadExceptionWarning" in out
     assert "ERROR at setup of test_setup" in out and "of the setup" in out

@@ -90,9 +90,9 @@ class _Loads:
     lost: Finding | None = None
 
     def counted(self, others: int, what: str, unseen: int) -> Finding:
-        """Return a pass that counts the compared loads and ``others``.
+        """Return a finding that passes, with the number of comparisons.
 
-        Returns an inconclusive finding if the run stopped before any load was compared.
+        It is inconclusive if the run stopped before any load was compared.
 
         Args:
             others: number of further comparisons, all of which agreed.
