@@ -106,7 +106,8 @@ def pytest_runtest_makereport(
 class _Reading:
     """Takes records from test reports, in the process that writes the file.
 
-    A separate object, because ``pytest_runtest_logreport`` does not get the session.
+    It is a plugin of its own, because the hook ``pytest_runtest_logreport`` does not
+    get the session.
     """
 
     def __init__(self, suite: Suite) -> None:

@@ -179,7 +179,11 @@ def plain(text: str) -> str:
 
 
 def clipped(text: str, most: int) -> str:
-    """Return the text on one line, cut after a whole clause if it is too long."""
+    """Return the text on one line; cut a text longer than ``most``, and say so.
+
+    The cut is after a clause if one ends in the second half, else after a word if
+    possible. The number of characters that are left out is added.
+    """
     text = plain(text)
     if len(text) <= most:
         return text

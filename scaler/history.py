@@ -42,10 +42,10 @@ class Overflow(NamedTuple):
     Attributes:
         rank: rank in the group that syncs; 0 for a single process.
         parameter: index of the parameter in the optimizer on that rank, over all its
-            groups; None if the host of that rank has not looked (an accelerator).
+            groups; None if unknown, as for another rank's gradient on an accelerator.
         name: name of the parameter; None on all other ranks, and if the optimizer has
             no names.
-        kind: ``"inf"``, ``"nan"``, or on an accelerator ``"inf or nan"``.
+        kind: ``"inf"`` or ``"nan"``; ``"inf or nan"`` if unknown, as on an accelerator.
     """
 
     rank: int

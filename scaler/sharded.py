@@ -17,10 +17,10 @@ _GeneralMultiDeviceReplicator = _torch._GeneralMultiDeviceReplicator
 class ShardedGradScaler(GradScaler, _torch.ShardedGradScaler):
     """A drop-in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
 
-    Callers of torch's class may rely on four differences to `GradScaler`. Positional
-    arguments have another order. fp16 gradients are accepted. Scaled losses keep their
-    dtype. A step in which no rank has a gradient is allowed. This class also works in a
-    single process, without a process group.
+    Unlike `GradScaler`, it keeps four things that callers of torch's class may rely on.
+    Positional arguments have the order of torch's class. fp16 gradients are accepted.
+    Scaled losses keep their dtype. A step in which no rank has a gradient is allowed.
+    Unlike torch's class, it also works in a single process, without a process group.
 
     The arguments are those of torch's class. ``process_group`` has the ranks that sync;
     None is the default process group.

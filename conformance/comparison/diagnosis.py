@@ -173,7 +173,10 @@ def missing_reduction(
 
 
 def _spread_of_factors(parts: Sequence[Doubles], whole: Doubles) -> float:
-    """Return how much the factors differ that make ``whole`` a sum of the parts."""
+    """Return the spread of the factors with which ``parts`` add up to ``whole``.
+
+    The factors are a least-squares fit. The spread is largest / smallest - 1.
+    """
     factors, *_ = np.linalg.lstsq(np.stack(parts, axis=1), whole)
     return float(factors.max() / factors.min() - 1)
 

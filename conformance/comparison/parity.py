@@ -69,10 +69,9 @@ def _steps(traces: Sequence[RankTrace]) -> Iterator[Seen]:
 
 
 def _held_still(seen: Seen) -> frozenset[str]:
-    """Return the parameters of optimizers with a bad gradient on any rank.
+    """Return the parameters of each optimizer that has a bad gradient on any rank.
 
-    Returns those of all optimizers if the workload skipped the step by its own
-    decision.
+    Returns those of all optimizers if the workload itself decided to skip the step.
     """
     bad = {
         number

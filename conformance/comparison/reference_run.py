@@ -97,8 +97,8 @@ def _same_draws(step: int) -> Iterator[None]:
     """Make all references draw the same numbers in a step.
 
     A model may draw numbers that have no effect, for example to leave out layers with
-    probability 0. Different numbers in two runs would look like inputs that differ near
-    a jump of a derivative.
+    probability 0. If two runs drew different numbers, these would be taken for one
+    input that differs between the runs, near a jump of a derivative.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(step)

@@ -130,7 +130,7 @@ class OnOneRank:
         self.bounded = _bounded(self.truth, noisy, sides, roundoff)
 
     def expected(self, each: Watched) -> tuple[dict[Boundary, Expected], ModuleLog]:
-        """Return the tensors with bounds, and the truth's log.
+        """Return the true value and the bound of each tensor, and the log of the truth.
 
         If the rank calls modules more or less often than the reference does, it is
         unknown which calls correspond, and nothing is compared.

@@ -183,8 +183,9 @@ class ScalerUnderTest:
     def misuse(self) -> list[Misuse]:
         """Make calls in a wrong order, and return their effects.
 
-        Returns an empty list without a scaler, with a ``train_step``, or with a recipe:
-        a recipe would not change these calls, so one run without it is enough.
+        Returns an empty list without a scaler, with a ``train_step``, or with a recipe
+        other than ``plain``. A recipe would not change these calls, so the plain run is
+        enough.
         """
         scenario = self.engine.scenario
         if (

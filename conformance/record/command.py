@@ -213,7 +213,9 @@ def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
 def _run(
     command: Sequence[str], out: Path, name: str, orders: Orders
 ) -> tuple[int, bool]:
-    """Run the command once; only the first run prints, the others write into a log.
+    """Run the command as the run ``name``.
+
+    The run ``plain`` prints as usual; the output of every other run goes to a log.
 
     Returns:
         Exit code, and True if a signal asked this process to end.

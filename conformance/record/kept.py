@@ -207,7 +207,10 @@ def places_of(box: Box, start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def _keys_of_rows(box: Box, start: int, stop: int, rows: Tensor) -> Keys:
-    """Return keys by the digest of an element's row, so rows may be in any order."""
+    """Return keys made of each row's digest and the column.
+
+    The position of a row is not in its keys, so rows may be in any order.
+    """
     places = places_of(box, start, stop, rows.device)
     columns = max(1, math.prod(box.shape) // len(rows))
     row, column = mix(rows & _32)[places // columns], places % columns
@@ -440,7 +443,10 @@ def _kept_alone(each: Wanted) -> Kept:
 
 
 def _read_by_kernel(parts: Sequence[Wanted]) -> tuple[list[int], Batch | None]:
-    """Return the indices of the parts that the Triton kernel reads, and their batch."""
+    """Read parts with the Triton kernel; return their indices and their numbers.
+
+    Returns no index and None if the kernel can read none of the parts.
+    """
     kernel, weight = kernel_on(parts[0].part.device), parts[0].weight
     dtypes = {parts[0].part.dtype, *(() if weight is None else (weight.dtype,))}
     if kernel is None or not dtypes <= kernel.DTYPES.keys():

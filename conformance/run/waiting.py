@@ -56,7 +56,8 @@ class Waiting(Generic[S, C]):
 
         Args:
             seen: case that has trained.
-            size: memory that the case uses while it waits, in the unit of ``catch_up``.
+            size: memory that the case uses while it waits, in the same unit as the
+                limit of ``catch_up``.
         """
         self._cases.append((size, self._thread.submit(self._checked, seen)))
 

@@ -442,10 +442,11 @@ def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
 
 
 def _longer(selection: Selection) -> Iterator[Scenario]:
-    """Yield two runs on the largest mesh: six backward passes a step, and more steps.
+    """Yield a run with six backward passes a step, and a run with more steps.
 
-    They come last, and not in the preset ``quick``: few faults need them, and they take
-    long.
+    Both use the largest mesh of a workload; a run that does not fit is left out. They
+    come last, and not in the preset ``quick``: few faults need these runs, and they
+    take long.
     """
     if not selection.workload:
         return

@@ -295,7 +295,10 @@ class RankSession:
         return _failed(plugin.error(report), report, result)
 
     def tear_down_to(self, item: pytest.Item | None) -> None:
-        """Tear down the fixtures that a test does not use, outside of a test."""
+        """Tear down all fixtures that ``item``, a later test, does not use.
+
+        If ``item`` is None, all fixtures are torn down. Called while no test runs.
+        """
         warnings.filters = self._filters
         internals.tear_down_to(self.session, item)
 

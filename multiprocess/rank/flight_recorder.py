@@ -140,9 +140,9 @@ def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None
 
 
 def wait_for_devices() -> None:
-    """Wait for GPU work that this call queued, so that its errors are raised here.
+    """Wait for GPU work that the current call queued, so its errors are raised in it.
 
-    Does nothing if the call left a collective to be waited for later.
+    Does nothing if the call began a collective and has not waited for it.
     """
     last = None if _writer is None else _writer.last
     for kind in () if _unwaited else (torch.cuda, torch.xpu):

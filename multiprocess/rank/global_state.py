@@ -291,7 +291,7 @@ class WideSettings:
         self._before = settings()
 
     def keep(self) -> None:
-        """Keep what the fixture's setup has changed since `set_up`."""
+        """Leave in force what the fixture's setup has changed since `set_up`."""
         self._changes += keep_changes(self._before)
 
     def begin_to_end(self) -> None:

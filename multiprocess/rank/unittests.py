@@ -174,9 +174,9 @@ class _Result(unittest.TestResult):
         self.raised: list[tuple[str, BaseException]] = []
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:
-        """Keep the exception of an error or a failure, also of an expected one.
+        """Keep the exception of an error, of a failure, or of an expected failure.
 
-        In the parent the same test expects this failure too.
+        An expected failure is kept too, because in the parent the same test expects it.
         """
         self.raised.append((test.id(), err[1]))
 

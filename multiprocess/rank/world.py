@@ -155,7 +155,7 @@ class World:
 
 
 def _for_all(error: BaseException) -> bytes | None:
-    """Return an exception that every rank can raise; None if others cannot."""
+    """Return an error pickled for all ranks to raise; None if others cannot."""
     from .endings import early_end
 
     early = early_end(error)

@@ -132,9 +132,10 @@ def _misreported(
 def _order(
     evidence: Evidence, seen: Sequence[StepTrace], ratios: Sequence[float]
 ) -> str:
-    """Say that reported norms are of order 1 or inf, and what to do; else "".
+    """Return text if the reported norms are of order 1 or inf; else "".
 
-    Clipping does not change the ratio of two norms.
+    The text also says what to do. Ratios of norms are compared, because clipping does
+    not change them.
     """
     parity = evidence.parity
     assert parity is not None
@@ -257,7 +258,7 @@ def _why_no_factor(evidence: Evidence) -> str:
     hidden=_why_no_factor,
 )
 def factor(evidence: Evidence) -> Finding:
-    """Compare the clipped gradients of the optimizer with the true, unclipped ones."""
+    """Compare the factor that each gradient was clipped by with the right factor."""
     scenario, parity = evidence.scenario, evidence.parity
     training = scenario.parsed_recipe.training
     clips = clips_by_norm(scenario.workload, training)

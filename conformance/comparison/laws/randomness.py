@@ -232,7 +232,11 @@ def _are_apart(evidence: Evidence, places: Sequence[_Place]) -> bool:
 
 
 def _apart(evidence: Evidence, trace: RankTrace, other: RankTrace) -> bool:
-    """Return True if two draws are on different data: other rows or another forward."""
+    """Return True if draws of two traces are on different data.
+
+    Two draws of one trace come from different forwards. Draws of two traces are on
+    different data if their ranks have different rows.
+    """
     return other is trace or _rows(evidence, trace) != _rows(evidence, other)
 
 

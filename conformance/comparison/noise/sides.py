@@ -170,11 +170,11 @@ class JumpLog(TorchFunctionMode):
         return call(arguments)
 
     def _steps(self, value: Tensor, called: Callable[[Tensor], Any]) -> Tensor | None:
-        """Return the distance that each element of an input moves; None if none moves.
+        """Return how far to move each element of an input; None to move none.
 
         Args:
             value: the input.
-            called: function of this input alone.
+            called: the function of this input, with all its other arguments fixed.
         """
         number = len(self._inputs)
         try:
