@@ -126,7 +126,8 @@ def clipped(
         yield (
             f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
             f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
-            "all shards?"
+            "all shards? If so, the loss has another factor: record once without "
+            "clipping"
         )
 
 
@@ -175,16 +176,21 @@ def factor_of_a_count(
     times = max(factor, 1 / factor) if second else math.inf
     for side in (other, one):
         ranks, calls = side.run.ranks, len(side.run.shares.get(at, ()))
-        for count, what in ((ranks, "ranks"), (calls // ranks, "forwards in a step")):
-            if count > 1 and abs(times / count - 1) <= COUNT:
-                share, why = "", "does one side add up what the other one averages"
-                if factor < 1:
-                    share, why = "1 / ", "does one side average twice, or a part"
-                yield (
-                    f"the factor is {share}{count}, and {side.name} has {count} "
-                    f"{what}: {why}?"
-                )
-                return
+        counts = {"ranks": ranks, "forwards in a step": calls // ranks}
+        alike = [
+            f"{count} {what}"
+            for what, count in counts.items()
+            if count > 1 and abs(times / count - 1) <= COUNT
+        ]
+        if alike:
+            share, why = "", "does one side add up what the other one averages"
+            if factor < 1:
+                share, why = "1 / ", "does one side average twice, or a part"
+            yield (
+                f"the factor is {share}{round(times)}, and {side.name} has "
+                f"{' and '.join(alike)}: {why}?"
+            )
+            return
 
 
 def batch_norms(one: Side, other: Side, wrong: Sequence[Row]) -> Iterator[str]:
@@ -321,7 +327,7 @@ def left_out(
         step, name = min(idle)
         yield (
             f"not compared: {counted(len(idle), 'update')} of elements without a "
-            "gradient, because in another run other elements have none "
+            "gradient, because rounding decides which elements have none "
             f"({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]

@@ -153,7 +153,12 @@ def compare(one: Side, other: Side) -> Comparison:
         break
     comparison.facts += wider(one, other, names)
     tell_steps(comparison, one, other, steps)
-    comparison.facts += clipped(one, other, steps, differs=comparison.code == DIFFERENT)
+    differs = comparison.code == DIFFERENT
+    told = list(clipped(one, other, steps, differs=differs))
+    if differs:
+        comparison.leads[:0] = told
+    else:
+        comparison.facts += told
     comparison.facts += losses(one.run, other.run, steps)
     comparison.facts += left_out(one.run, other.run, names, comparison.rows, steps)
     comparison.facts += late(one, other)
@@ -340,12 +345,12 @@ def _decide(
         sentence = _sentence(worst, len(at_first), len(compared), factor)
         if worst.step in far and worst.ratio < NEAR:
             sentence += f". {_as_a_whole(spread[worst.step])}"
-        if worst.name in left:
-            sentence += f". Rank {listed(left[worst.name])} does not step it"
-        elif left:
-            name, ranks = next(iter(left.items()))
-            found.leads.append(
-                f"rank {listed(ranks)} does not step {name}, and other ranks do"
+        if left:
+            name = worst.name if worst.name in left else next(iter(left))
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            sentence = (
+                f"rank {listed(left[name])} does not step {name}{more}, and other "
+                f"ranks do. S{sentence[1:]}"  # it begins with "step"
             )
         found.decide(DIFFERENT, sentence)
     elif far:

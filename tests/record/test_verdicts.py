@@ -611,6 +611,7 @@ def test_unequal_shares_are_a_lead(shares: list[list[int]], lead: str) -> None:
             "the factor is 1 / 4, and mesh has 4 ranks: does one side average",
         ),
         (3, 1, 3, "the factor is 3, and mesh has 3 forwards in a step: does one"),
+        (2, 2, 4, "the factor is 2, and mesh has 2 ranks and 2 forwards in a step: d"),
         (3, 2, 0, ""),
         (0, 2, 0, ""),
     ],
@@ -1354,7 +1355,8 @@ def test_a_rank_that_does_not_step_a_parameter_is_named() -> None:
     # stepped for the first time in the last recorded step
     assert against(replace(run(4), left={"joins": (1,)})).code == SAME
     wrong = changed(left, (1, "gradient", "b"), sketch=2 * values(1, "b"))
-    assert ". Rank 1 does not step it" in against(wrong).lines[0]
+    fact = "rank 1 does not step b, and other ranks do. Step 1: the gradient of b is"
+    assert against(wrong).lines[0].startswith(fact)
     # each rank has its share of the parameters
     divided = against(replace(wrong, left={"a": (1,), "b": (1,), "c": (0,)}))
     assert divided.code == DIFFERENT and "does not step" not in divided.lines[0]
@@ -1499,14 +1501,18 @@ def test_a_side_that_alone_clips_to_one_norm_is_named() -> None:
     (line,) = (line for line in told if line.startswith("clipped:"))
     assert "is 0.5 at each step of one, and 0.5, 0.6" in line
     assert "do both clip by the norm of all shards?" in line
+    assert told[1] == line
 
 
-def test_a_weight_that_a_rank_does_not_step_is_named_beside_the_worst_one() -> None:
+def test_a_weight_that_a_rank_does_not_step_is_named_before_the_worst_one() -> None:
     sketch = run(4).tensors[1, "gradient", "b"].sketch
     assert sketch is not None
     other = changed(run(4), (1, "gradient", "b"), sketch=sketch + 1, digest=5)
     told = against(replace(other, left={"c": (1,)})).lines
-    assert any(line == "rank 1 does not step c, and other ranks do" for line in told)
+    fact = (
+        "rank 1 does not step c, and other ranks do. Step 1: the gradient of b differs"
+    )
+    assert told[0].startswith(fact)
 
 
 def test_shards_of_all_weights_are_named_where_no_step_was_recorded() -> None:
