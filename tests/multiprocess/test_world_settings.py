@@ -248,7 +248,7 @@ def test_a_world_is_on_a_device_that_its_backend_serves(
     ("settings", "says"),
     [
         ({"backend": "glo"}, "backend must be one of gloo, nccl, .*; got 'glo'"),
-        ({"backend": "cpu:glo"}, "got 'glo' in 'cpu:glo'"),
+        ({"backend": "cpu:glo"}, "backend 'cpu:glo' has 'glo', expected one of gloo"),
         ({"backend": "cpu:gloo,cuda"}, "Invalid device:backend pairing"),
         (
             {"backend": "nccl", "device": "cpu"},
