@@ -106,8 +106,8 @@ def pytest_runtest_makereport(
 class _Reading:
     """Takes records from test reports, in the process that writes the file.
 
-    It is a plugin of its own, because the hook ``pytest_runtest_logreport`` does not
-    get the session.
+    This is a separate plugin because pytest passes no session to the hook
+    ``pytest_runtest_logreport``.
     """
 
     def __init__(self, suite: Suite) -> None:

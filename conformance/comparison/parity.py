@@ -71,7 +71,7 @@ def _steps(traces: Sequence[RankTrace]) -> Iterator[Seen]:
 def _held_still(seen: Seen) -> frozenset[str]:
     """Return the parameters of each optimizer that has a bad gradient on any rank.
 
-    Returns those of all optimizers if the workload itself decided to skip the step.
+    If the workload itself skipped the step, returns the parameters of all optimizers.
     """
     bad = {
         number

@@ -327,8 +327,8 @@ def _of_copies(
     it has one value in all groups and ranks, and then to each parameter.
 
     Returns:
-        Key -> values of each assigned setting, and a text about the first other setting
-        that changes between steps; "" if there is none.
+        A map from key to values for each assigned setting, and a text. The text names
+        the first other setting that changes between steps, or is "".
     """
     groups: dict[str, dict[int, dict[int, list[Setting]]]] = {}
     for step, seen in enumerate(steps):

@@ -177,18 +177,18 @@ def factor_of_a_count(
     for side in (other, one):
         ranks, calls = side.run.ranks, len(side.run.shares.get(at, ()))
         counts = {"ranks": ranks, "forwards in a step": calls // ranks}
-        alike = [
+        matches = [
             f"{count} {what}"
             for what, count in counts.items()
             if count > 1 and abs(times / count - 1) <= COUNT
         ]
-        if alike:
+        if matches:
             share, why = "", "does one side add up what the other one averages"
             if factor < 1:
                 share, why = "1 / ", "does one side average twice, or a part"
             yield (
                 f"the factor is {share}{round(times)}, and {side.name} has "
-                f"{' and '.join(alike)}: {why}?"
+                f"{' and '.join(matches)}: {why}?"
             )
             return
 

@@ -148,17 +148,17 @@ def compare(one: Side, other: Side) -> Comparison:
             comparison.decide(UNDECIDED, f"{text}: record {_more(steps)}")
     if comparison.code == SAME and (text := narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
-    for text in _other_shapes(one, other, names) if comparison.code == SAME else ():
-        comparison.decide(UNDECIDED, f"{text}, so it is not compared: {PAD_ALIKE}")
-        break
+    shape = next(_other_shapes(one, other, names), "")
+    if comparison.code == SAME and shape:
+        comparison.decide(UNDECIDED, f"{shape}, so it is not compared: {PAD_ALIKE}")
     comparison.facts += wider(one, other, names)
     tell_steps(comparison, one, other, steps)
     differs = comparison.code == DIFFERENT
-    told = list(clipped(one, other, steps, differs=differs))
+    clips = list(clipped(one, other, steps, differs=differs))
     if differs:
-        comparison.leads[:0] = told
+        comparison.leads[:0] = clips
     else:
-        comparison.facts += told
+        comparison.facts += clips
     comparison.facts += losses(one.run, other.run, steps)
     comparison.facts += left_out(one.run, other.run, names, comparison.rows, steps)
     comparison.facts += late(one, other)

@@ -38,13 +38,14 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     numbers = Counter[str]()
     copied = {id(s): [(p, first)] for s, p, first in copies_of_megatron(roots)}
     for position, stepped in enumerate(own):
-        local, _ = place(stepped)
+        local, box_of_stepped = place(stepped)
         viewed = copied.get(id(stepped))
         if viewed is None and roots.name_of(stepped) is None:
             viewed = _viewed_by(local, roots)
         for parameter, first in viewed or [(stepped, 0)]:
             name = roots.name_of(parameter) or f"{UNNAMED}{position}"
-            for piece in roots.pieces(name, parameter, place(parameter)[1]):
+            whole = box_of_stepped if parameter is stepped else place(parameter)[1]
+            for piece in roots.pieces(name, parameter, whole):
                 for cut, box in cuts(local, first, piece):
                     number = numbers[piece.name]
                     numbers[piece.name] += 1

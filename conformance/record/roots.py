@@ -21,8 +21,8 @@ __all__ = ["Places", "Roots"]
 NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 STATISTICS = "running_mean", "running_var"
 """Buffers of ``NORMS`` that are compared. They follow from the rows of a forward as its
-output does. That is not known of other buffers: those of an ``InstanceNorm`` differ
-with the number of micro-batches, and its outputs do not."""
+output does. Other buffers may not: the buffers of an ``InstanceNorm`` depend on the
+number of micro-batches, and its outputs do not."""
 Place = tuple[str, Sequence[int], Sequence[int]]
 """Name in the whole model, shape of the whole tensor, position of the first element."""
 Range = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
@@ -145,13 +145,14 @@ class Roots:
         format, else from the tensor itself.
 
         Args:
-            name: name without those of wrappers.
+            name: name of the parameter, without the names of wrappers.
             parameter: parameter of the model.
             box: result of :func:`place` for the parameter.
         """
-        declared = None if self.places is None else self.places(name, parameter)
-        is_one = isinstance(declared, list) and isinstance([*declared, 0][0], str)
-        if isinstance(declared, list) and not is_one:
+        # the user's function may return anything
+        declared: Any = None if self.places is None else self.places(name, parameter)
+        is_one_place = bool(declared) and isinstance(declared[0], str)
+        if isinstance(declared, list) and not is_one_place:
             return _declared_ranges(name, declared, parameter, box.local)
         if declared is not None:
             return [_declared(name, declared, box.local)]

@@ -101,12 +101,13 @@ def _in_backward(rows: Sequence[Row], forwards: Sequence[int]) -> str:
     number, row = next((n, row) for n, row in enumerate(rows) if row.differs)
     if not number:
         first, second = forwards
-        why = (
-            f". The sides have {first} and {second} forwards in this step: does each "
-            "divide its loss by its own number of labels"
-        )
         where = f"In backward, in the loss or after {row.name}"
-        return where + why * (0 < first != second > 0)
+        if first and second and first != second:
+            where += (
+                f". The sides have {first} and {second} forwards in this step: does "
+                "each divide its loss by its own number of labels"
+            )
+        return where
     return (
         f"In backward through {rows[number - 1].name}: the gradient of the output of "
         f"{row.name} is the first that differs"

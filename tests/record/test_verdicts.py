@@ -1221,6 +1221,7 @@ def test_names_with_other_shapes_are_told(names: str) -> None:
     assert "a has shape [16] in one, and [2, 16] in mesh" in found.headline
     if names == "abc":
         assert found.code == NOT_COMPARABLE
+        assert found.headline.startswith("starts differ: a has shape [")
         assert "If ranks hold parts of it, declare them" in found.headline
     else:
         assert found.code == UNDECIDED
