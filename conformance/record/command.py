@@ -26,8 +26,8 @@ from .orders import (
     VERSION,
     Manifest,
     Orders,
-    Unrecorded,
     idle_ranks,
+    unrecorded,
 )
 
 # compare imports its modules where it uses them: recording needs none
@@ -188,12 +188,11 @@ def _several(ranks: Sequence[int]) -> str:
 def _why_not(folder: Path, orders: Orders, code: int, name: str = "") -> str:
     """Return why a run recorded nothing, and delete the notes of its processes."""
     start = f"gradparity: {name}: " if name else "gradparity: "
-    paths = sorted(folder.glob("unrecorded-*.json"))
-    every = [msgspec.json.decode(p.read_bytes(), type=Unrecorded) for p in paths]
-    for path in paths:
+    reasons = unrecorded(folder).values()
+    for path in folder.glob("unrecorded-*.json"):
         path.unlink()
-    notes = [note for why in every for note in why.notes]
-    calls = [each for why in every for each in why.calls.items()]
+    notes = [note for why in reasons for note in why.notes]
+    calls = [each for why in reasons for each in why.calls.items()]
     if notes:
         return f"{start}nothing was recorded: {notes[0]}"
     if code or (name and not calls):

@@ -204,13 +204,18 @@ def _locate(
 
 
 def tell_steps(found: Comparison, one: Side, other: Side, steps: Sequence[int]) -> None:
-    """Add a line on steps that only one side has.
+    """Add lines on steps that only one side has, and on commands that failed.
 
     If the job of the shorter side failed and nothing differs, the result is undecided.
     """
     for side, longer in ((one, other), (other, one)):
         lost = sorted({*longer.run.steps} - {*steps})
         if not lost:
+            if side.code:
+                found.facts.append(
+                    f"the command of {side.name} ended with {side.code} after its "
+                    "recorded steps"
+                )
             continue
         ended = f": {side.name} ended with {side.code}" if side.code else ""
         text = (

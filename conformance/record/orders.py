@@ -19,6 +19,7 @@ __all__ = [
     "Orders",
     "Unrecorded",
     "idle_ranks",
+    "unrecorded",
 ]
 
 ORDERS = "GRADPARITY_RECORD"
@@ -86,22 +87,27 @@ class Unrecorded(msgspec.Struct, kw_only=True):
     """Errors inside the recorder."""
 
 
+def unrecorded(*folders: Path) -> dict[int, Unrecorded]:
+    """Read why ranks recorded no step, by rank; a broken file gives no reason."""
+    reasons = dict[int, Unrecorded]()
+    for path in (path for each in folders for path in each.glob("unrecorded-*.json")):
+        rank = int(path.stem.rpartition("-")[2])
+        reasons[rank] = Unrecorded(calls={}, notes=[])
+        with suppress(msgspec.DecodeError):
+            reasons[rank] = msgspec.json.decode(path.read_bytes(), type=Unrecorded)
+    return dict(sorted(reasons.items()))
+
+
 def idle_ranks(*folders: Path) -> Iterator[str]:
     """Yield a sentence if ranks called a model and took no step, beside others."""
-    paths = {
-        int(path.stem.rpartition("-")[2]): path
-        for each in folders
-        for path in each.glob("unrecorded-*.json")
-    }
-    for rank, path in sorted(paths.items()):
-        with suppress(msgspec.DecodeError):
-            why = msgspec.json.decode(path.read_bytes(), type=Unrecorded)
-            if why.notes:
-                yield f"Nothing was recorded on rank {rank}: {why.notes[0]}"
-                return
-    if ranks := sorted(paths):
+    reasons = unrecorded(*folders)
+    for rank, why in reasons.items():
+        if why.notes:
+            yield f"Nothing was recorded on rank {rank}: {why.notes[0]}"
+            return
+    if reasons:
         yield (
-            f"{rank_list(ranks).capitalize()} called a model, and no step of an "
+            f"{rank_list([*reasons]).capitalize()} called a model, and no step of an "
             "optimizer was recorded there. All ranks must step, also if each gets the "
             "weights of one rank later"
         )

@@ -721,6 +721,16 @@ def test_a_folder_that_record_made_for_nothing_is_removed(tmp_path: Path) -> Non
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_broken_reason_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    job = f"mkdir -p {out}/plain; echo {{ > {out}/plain/unrecorded-0.json"
+    assert main(["record", str(out), "--noise", "0", "--", "sh", "-c", job]) == 2
+    assert "no optimizer of torch was called" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_job_that_fails_though_it_was_stopped_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stop: bool

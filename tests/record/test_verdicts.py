@@ -1240,7 +1240,9 @@ def test_a_side_that_has_fewer_steps_is_reported() -> None:
     # also where something else is in the way of numbers
     other = replace(short.run, replicas={(0, "weight", "c"): (1,)})
     assert told in compare(ONE, replace(short, run=other)).lines
-    assert compare(ONE, replace(short, run=run(4), code=7)).code == SAME
+    found = compare(ONE, replace(short, run=run(4), code=7))
+    assert found.code == SAME
+    assert "the command of mesh ended with 7 after its recorded steps" in found.facts
 
 
 def later(run: Run, name: str = "c") -> Run:
