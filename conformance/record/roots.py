@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -191,7 +192,8 @@ def _declared_ranges(
     first, size = 0, math.prod(local)
     for each in declared:
         try:
-            whole, shape, start, *lengths = each
+            whole, *numbers = each
+            shape, start, *lengths = map(_integers, numbers)
             # of a flat tensor, a range reaches as far as both do
             rest = size - first, math.prod(shape) - math.prod(start)
             (length,) = lengths or [(min(rest),)]
@@ -206,7 +208,7 @@ def _declared_ranges(
                 "(name in the whole model, shape of the whole tensor, position of the "
                 "range's first element, shape of the range)"
             )
-        piece = _declared(name, (whole, shape, start), tuple(length))
+        piece = _declared(name, (whole, shape, start), length)
         pieces.append(Piece(piece.name, first, piece.box))
         first += piece.box.size
     return pieces
@@ -220,7 +222,7 @@ def _declared(name: str, declared: Any, local: tuple[int, ...]) -> Piece:
     """
     try:
         whole, shape, offsets = declared
-        box = Box(tuple(shape), tuple(offsets), local)
+        box = Box(_integers(shape), _integers(offsets), local)
         first, sizes, room = box.offsets, local, box.shape
         if box.is_flat:  # a range of the flattened tensor
             sizes, room = (box.size,), (math.prod(box.shape),)
@@ -236,6 +238,11 @@ def _declared(name: str, declared: Any, local: tuple[int, ...]) -> Piece:
             "tensor, position of the part's first element)"
         )
     return Piece(whole, 0, box)
+
+
+def _integers(values: Iterable[Any]) -> tuple[int, ...]:
+    """Return integers as those of Python, also of tensors."""
+    return tuple(map(index, values))
 
 
 def _count(module: nn.Module) -> int:

@@ -250,6 +250,9 @@ def test_a_list_may_be_one_place_or_none() -> None:
     roots.places = lambda *_: ["a", (2, 4), (3,)]
     (piece,) = roots.pieces("b", nn.Parameter(flat), box)
     assert piece.box == Box((2, 4), (3,), (4,))
+    roots.places = lambda *_: [("a", (2, 4), torch.tensor([3]), torch.tensor([4]))]
+    (piece,) = roots.pieces("b", nn.Parameter(flat), box)
+    assert {*map(type, piece.box.local)} == {int}
     roots.places = lambda *_: []  # padding alone
     assert not roots.pieces("b", nn.Parameter(flat), box)
 

@@ -262,6 +262,7 @@ def test_arguments_that_are_no_optimizers_do_not_end_the_job(
         ("weight", (1, 3), (0, 1)),
         ("weight", (1, 3), (-1, 0)),
         ("weight", (1, 3), (1,)),
+        ("weight", (1, 3), (0, 0.0)),
         (None, (1, 3), (0, 0)),
     ],
 )
@@ -288,9 +289,11 @@ def test_a_place_outside_of_the_whole_tensor_is_refused(
 def test_a_range_of_the_flattened_tensor_is_a_place() -> None:
     weight = nn.Parameter(torch.ones(4))
     roots = Roots()
-    roots.places = lambda name, _: (name, (2, 4), (3,))
-    (piece,) = roots.pieces("a", weight, Box((4,), (0,), (4,)))
-    assert piece.box == Box((2, 4), (3,), (4,))
+    for start in (3, torch.tensor(3)):
+        roots.places = lambda name, _, start=start: (name, (2, 4), (start,))
+        (piece,) = roots.pieces("a", weight, Box((4,), (0,), (4,)))
+        assert piece.box == Box((2, 4), (3,), (4,))
+        assert type(piece.box.offsets[0]) is int
 
 
 class Wrapper(torch.optim.Optimizer):
