@@ -21,6 +21,7 @@ from .cli.arguments import COMMANDS as GROUP
 from .cli.arguments import (
     DEFAULT_SCALER,
     FORMATS,
+    LISTS,
     TOOLS,
     TOOLS_FOLDER,
     entry_points_of,
@@ -292,7 +293,9 @@ def _selection(parsed: argparse.Namespace) -> Selection:
 def _list(parsed: argparse.Namespace) -> int:
     from .cli.listing import listing
 
-    for line in listing(parsed.what, Chosen.of(vars(parsed))):
+    kinds = (f"{name:11} {text}" for name, text in LISTS.items())
+    what = parsed.what
+    for line in listing(what, Chosen.of(vars(parsed))) if what else kinds:
         say(line)
     return 0
 

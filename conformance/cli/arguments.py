@@ -56,18 +56,19 @@ _TOOLS_HELP = {
 }
 
 DEFAULT_SCALER = "gradparity.scaler:GradScaler"
-LISTS = (
-    "laws",
-    "topologies",
-    "precisions",
-    "optimizers",
-    "models",
-    "recipes",
-    "presets",
-    "faults",
-    "scalers",
-    "scenarios",
-)
+LISTS = {
+    "laws": "checks: one line on what each compares",
+    "topologies": "layouts of ranks, or the meshes of a --workload",
+    "precisions": "number formats of weights, gradients and communication",
+    "optimizers": "optimizers of the built-in models",
+    "models": "built-in models",
+    "recipes": "ways to step: clipping, accumulation, resume and others",
+    "presets": "selections of scenarios, from quick to full",
+    "faults": "how to write an inf or a nan into one gradient",
+    "scalers": "gradient scalers that --scaler knows",
+    "scenarios": "ids that replay runs and explain describes, as the options select",
+}
+"""Kind of names of ``gradparity list`` -> its description."""
 
 _EPILOG = """\
 examples:
@@ -77,9 +78,9 @@ examples:
                                                        check a small copy of a model
   gradparity run --scaler mypackage.amp:MyScaler       check a gradient scaler
 
-exit codes: 0 all checks pass, 1 a check fails, 2 usage, 3 no result (your code raised,
-the harness broke, the report is incomplete), 4 inconclusive. docs/start.md takes five
-minutes.
+exit codes of run: 0 all checks pass, 1 a check fails, 2 usage, 3 no result (your code
+raised, the harness broke, the report is incomplete), 4 inconclusive. Those of record and
+compare are in their --help. docs/start.md takes five minutes.
 """
 
 
@@ -236,9 +237,12 @@ def _add_compare(commands: Commands) -> None:
     compare.epilog = (
         "exit codes of recordings: 0 same, 1 different, 2 not comparable, 4 undecided"
     )
-    first = f"the first side: RUN of gradparity record, or {_REPORT['help']}"
+    first = (
+        "the reference: RUN of gradparity record, the one with noise runs; or "
+        f"{_REPORT['help']}"
+    )
     compare.add_argument("before", **_REPORT | {"metavar": "A", "help": first})
-    second = "the second side, of the same kind as A"
+    second = "the side to check, of the same kind as A"
     compare.add_argument("after", **_REPORT | {"metavar": "B", "help": second})
     exact = "compare two recordings bit for bit"
     compare.add_argument("--exact", action="store_true", help=exact)
@@ -318,9 +322,10 @@ def _add_small(commands: Commands) -> None:
     )
     listing.add_argument(
         "what",
-        type=converters.one_of("list", LISTS),
-        metavar="|".join(LISTS),
-        help="the names to list",
+        nargs="?",
+        type=converters.one_of("list", [*LISTS]),
+        metavar="NAMES",
+        help=f"{', '.join(LISTS)}; without it these words are explained",
     )
     add_options(listing, _SELECTION)
     explain = _command(

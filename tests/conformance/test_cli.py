@@ -107,24 +107,16 @@ def test_bad_usage_is_one_line_and_exit_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "laws",
-        "topologies",
-        "precisions",
-        "optimizers",
-        "models",
-        "recipes",
-        "presets",
-        "faults",
-        "scalers",
-        "scenarios",
-    ],
-)
+@pytest.mark.parametrize("what", LISTS)
 def test_list_prints_every_table(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_list_alone_explains_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*LISTS]
 
 
 def test_a_module_is_found_in_folders_without_init(
