@@ -20,6 +20,7 @@ from .beside import (
     left_out,
     losses,
     narrower,
+    norms_apart,
     padded_batches,
     precisions,
     shown_later,
@@ -146,6 +147,12 @@ def compare(one: Side, other: Side) -> Comparison:
     elif comparison.code == SAME:
         for text in shown_later(one, other, steps):
             comparison.decide(UNDECIDED, f"{text}: record {_more(steps)}")
+    differs = comparison.code == DIFFERENT
+    norms = norms_apart(one, other, comparison.rows, steps, differs=differs)
+    if norms and comparison.code == SAME:
+        comparison.decide(DIFFERENT, norms)
+    elif norms and differs:
+        comparison.leads.insert(0, norms)
     if comparison.code == SAME and (text := narrower(one, other, names, steps[0])):
         comparison.decide(UNDECIDED, text)
     shape = next(_other_shapes(one, other, names), "")
@@ -153,8 +160,8 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.decide(UNDECIDED, f"{shape}, so it is not compared: {PAD_ALIKE}")
     comparison.facts += wider(one, other, names)
     tell_steps(comparison, one, other, steps)
-    differs = comparison.code == DIFFERENT
-    clips = list(clipped(one, other, steps, differs=differs))
+    # norms that the job itself clips by say more
+    clips = [] if norms else list(clipped(one, other, steps, differs=differs))
     if differs:
         comparison.leads[:0] = clips
     else:

@@ -170,6 +170,10 @@ class Recording(msgspec.Struct):
     """Step -> for each call of the model: the number of rows, and for each integer
     input how many numbers count as labels, and how many do not."""
     losses: dict[int, list[Any]] = {}
+    norms: dict[int, list[Any]] = {}
+    """Step -> for each call of torch's clipping by norm: norm of the gradients, limit,
+    and unit in the last place of 1 in the norm's dtype. The norm is nan if ranks have
+    yet to sum it."""
     drew: set[int] = set()
     """Steps whose forward drew random numbers."""
     received: set[int] = set()
@@ -211,6 +215,7 @@ class _Header(msgspec.Struct):
     bags: dict[int, list[list[int]]]
     shares: dict[int, list[list[int]]]
     losses: dict[int, list[float | None]]
+    norms: dict[int, list[list[float | None]]]
     drew: list[int]
     received: list[int]
     drops: list[str]
@@ -260,6 +265,7 @@ def write_rank(folder: Path, rank: int, recording: Recording) -> None:
         bags=recording.bags,
         shares=recording.shares,
         losses={step: [*losses] for step, losses in recording.losses.items()},
+        norms=recording.norms,
         drew=sorted(recording.drew),
         received=sorted(recording.received),
         drops=recording.drops,
@@ -373,6 +379,10 @@ def _read(path: Path) -> Recording:
         losses={
             step: [_number(loss) for loss in losses]
             for step, losses in header.losses.items()
+        },
+        norms={
+            step: [[*map(_number, call)] for call in calls]
+            for step, calls in header.norms.items()
         },
         drew=set(header.drew),
         received=set(header.received),

@@ -96,6 +96,10 @@ class Run:
     equal on all ranks."""
     evaluations: Mapping[int, int] = field(default_factory=dict)
     """Step -> largest number of times that an optimizer's gradients were computed."""
+    norms: Mapping[int, Mapping[int, Sequence[Sequence[float]]]] = field(
+        default_factory=dict
+    )
+    """Step -> rank -> calls of clipping by norm: see ``Recording.norms``."""
 
     @property
     def steps(self) -> list[int]:
@@ -233,6 +237,10 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         },
         has_tokens=any(recording.rows for recording in ranks.values()),
         losses=_losses(ranks.values()),
+        norms={
+            step: {rank: r.norms[step] for rank, r in ranks.items() if step in r.norms}
+            for step in {step for r in ranks.values() for step in r.norms}
+        },
         drew=frozenset(step for r in ranks.values() for step in r.drew),
         drops=tuple(first.drops),
         outputs=frozenset(dtype for r in ranks.values() for dtype in r.outputs),

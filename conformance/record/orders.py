@@ -29,7 +29,7 @@ TWICE = "twice-"
 LATE = "late-"
 """Prefix of marker files: an optimizer with other parameters stepped after all steps
 were recorded. The file names it."""
-VERSION = 11
+VERSION = 12
 """Version of ``run.json`` and of the files of ranks; other versions are rejected."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -38,7 +39,7 @@ from torch.optim import Optimizer
 
 from ..status import counted
 from .backward import Rounding
-from .files import Recording, Stored, as_numbers, write_rank
+from .files import Recording, Stored, as_numbers, copied, write_rank
 from .modules import Blocks, is_traced
 from .orders import LATE, ORDERS, TWICE, Orders, Unrecorded
 from .parts import trains
@@ -46,7 +47,7 @@ from .reading import State, Step, dense, states_of_generators
 from .roots import Places, Roots
 from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
-from .torch_internals import around_compiled, scale_of
+from .torch_internals import around_clipping, around_compiled, scale_of
 from .weights import begin_from, nudge, nudge_gradients, write_start
 
 __all__ = ["Recorder", "install", "record"]
@@ -135,6 +136,10 @@ class Recorder:
         self.scaled_step = GradScaler.step
         self.scaler: Any = None
         """Scaler of torch whose ``step`` runs."""
+        self.limits: set[float] = set()
+        """Limits by which torch has clipped norms since the last optimizer step."""
+        self.ignore_clipping: Callable[[], None] | None = None
+        """Puts torch's own clipping back."""
         noted = self._noting_errors
         self.hooks = StepHooks(
             noted(self._begins),
@@ -166,6 +171,7 @@ class Recorder:
                 self.scaler = None
 
         GradScaler.step = steps  # type: ignore[method-assign,assignment]
+        self.ignore_clipping = around_clipping(self._clips)
         self.hooks.install()
         if self.rounding is not None:
             self.rounding.install()
@@ -263,6 +269,8 @@ class Recorder:
             handle.remove()
         nn.Module.compile = self.compile_in_place  # type: ignore[method-assign]
         GradScaler.step = self.scaled_step  # type: ignore[method-assign]
+        if self.ignore_clipping is not None:
+            self.ignore_clipping()
         if self.rounding is not None:
             self.rounding.remove()
         if self.blocks is not None:
@@ -298,6 +306,20 @@ class Recorder:
             loss = getattr(output, "loss", output)
             if isinstance(loss, Tensor) and loss.numel() == 1 and _has_values(loss):
                 self.recording.losses.setdefault(self._next(), []).append(loss.detach())
+
+    def _clips(self, norm: Any, limit: float) -> None:
+        if is_traced() or not self._records_next():
+            return
+        with self.noting("the norm of clipped gradients"):
+            if not isinstance(norm, Tensor):
+                norm = torch.tensor(float(norm), device="cpu")
+            unit = torch.finfo(norm.dtype).eps
+            if placements := getattr(norm, "placements", ()):  # of a DTensor
+                is_whole = all(each.is_replicate() for each in placements)
+                norm = norm.to_local() if is_whole else math.nan
+            call = [copied(norm), float(limit), unit]
+            self.recording.norms.setdefault(self._next(), []).append(call)
+            self.limits.add(float(limit))
 
     def _next(self) -> int:
         """Return the number of the next step; the first optimizer counts the steps."""
@@ -379,6 +401,8 @@ class Recorder:
                 also = dict[str, Any]()
                 if self.scaler is not None:
                     also["loss scale"] = scale_of(self.scaler)
+                if len(self.limits) == 1 and math.isfinite(min(self.limits)):
+                    also["limit of clip_grad_norm_"] = min(self.limits)
                 count = self.calls[number]
                 step = Step.of(optimizer, number, count, start, also)
                 self.running[id(optimizer)] = step
@@ -390,6 +414,7 @@ class Recorder:
     def _ended(self, optimizer: Any) -> None:
         """Read the results of a step; after the last recorded one write the file."""
         step = self.running.pop(id(optimizer), None)
+        self.limits.clear()
         for parameter, gradient in self.replaced.pop(id(optimizer), ()):
             parameter.grad = gradient
         if self.written or id(optimizer) in self.preparing:
@@ -599,6 +624,7 @@ class Recorder:
         for by_step in (out.bags, out.shares):
             for calls in by_step.values():
                 calls[:] = [[*map(int, numbers)] for numbers in calls]
+        out.norms = {step: as_numbers(calls) for step, calls in out.norms.items()}
         out.losses = {step: list(map(float, each)) for step, each in out.losses.items()}
 
     def _end(self) -> None:

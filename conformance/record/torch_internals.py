@@ -9,9 +9,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "around_clipping",
     "around_compiled",
     "buffers_of",
     "children_of",
@@ -64,6 +66,34 @@ def around_compiled(
         return output
 
     module._compiled_call_impl = inner
+
+
+def around_clipping(before: Callable[[Any, float], None]) -> Callable[[], None]:
+    """Call a function before torch clips gradients by a norm.
+
+    Args:
+        before: called with the norm and its limit.
+
+    Returns:
+        Function that puts torch's own functions back.
+    """
+    module: Any = torch.nn.utils.clip_grad
+    clip = module._clip_grads_with_norm_
+
+    @functools.wraps(clip)
+    def observed(
+        parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        before(total_norm, max_norm)
+        clip(parameters, max_norm, total_norm, *args, **kwargs)
+
+    def put(function: Any) -> None:
+        # clip_grad_norm_ calls the first one
+        module._clip_grads_with_norm_ = function
+        torch.nn.utils.clip_grads_with_norm_ = function
+
+    put(observed)
+    return functools.partial(put, clip)
 
 
 def scale_of(scaler: Any) -> Tensor | None:

@@ -286,6 +286,37 @@ def test_a_place_outside_of_the_whole_tensor_is_refused(
     assert "for weight, whose part has shape [1, 3]. Expected: (name in the" in told
 
 
+def test_the_norms_by_which_a_job_clips_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = torch.nn.utils.clip_grads_with_norm_
+    each = installed(tmp_path, monkeypatch, steps=(0, 2))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    norms = []
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(step)).sum().backward()
+            norms += [float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
+            if step == 1:
+                whole = torch.tensor(2.0, dtype=torch.bfloat16)
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 9.0, whole)
+            optimizer.step()
+        each.write()  # there may be optimizers of other tests
+    finally:
+        each.remove()
+    assert torch.nn.utils.clip_grads_with_norm_ is own
+    unit, coarse = 2.0**-23, 2.0**-7
+    first, second = [norms[0], 0.5, unit], [norms[1], 0.5, unit]
+    assert each.recording.norms == {0: [first], 1: [second, [2.0, 9.0, coarse]]}
+    _, recording = next(read_run(tmp_path))
+    assert recording.norms == each.recording.norms
+    limit = "limit of clip_grad_norm_"
+    groups = [call.settings[0].values for call in recording.calls]
+    assert groups[0][limit] == 0.5 and limit not in groups[1]  # two limits
+
+
 def test_a_range_of_the_flattened_tensor_is_a_place() -> None:
     weight = nn.Parameter(torch.ones(4))
     roots = Roots()

@@ -1245,6 +1245,64 @@ def test_a_side_that_has_fewer_steps_is_reported() -> None:
     assert "the command of mesh ended with 7 after its recorded steps" in found.facts
 
 
+UNIT, SUM = 2.0**-23, 6.0
+
+
+def clips(draw: int, *norms: float, limit: float = 100.0) -> Run:
+    """Return a run whose ranks clip by these norms at step 1."""
+    calls = {rank: [[norm, limit, UNIT]] for rank, norm in enumerate(norms)}
+    return replace(run(draw), norms={1: calls})
+
+
+@pytest.mark.parametrize(
+    ("norms", "limit", "told"),
+    [
+        ((SUM, SUM), 100.0, ""),
+        ((SUM * (1 + 1e-5), SUM), 100.0, ""),
+        ((math.nan, math.nan), 100.0, ""),  # a DTensor that is yet to be summed
+        ((SUM, 4.0), 100.0, "step 1: rank 1 of mesh clips by the norm 4, and one by 6"),
+        ((3.0, 3.0), 100.0, "mesh clips by the norm 3, and one by 6, 0.500 x that"),
+        ((12.0, 12.0), 10.0, "mesh clips by the norm 12, and one by 6, 2.000 x that"),
+        ((3.0, 4.0), math.inf, ""),  # a job that only logs its norm
+    ],
+)
+def test_a_norm_that_is_not_the_whole_one_differs_below_its_limit_too(
+    norms: Sequence[float], limit: float, told: str
+) -> None:
+    one = replace(ONE, run=clips(0, SUM, limit=limit))
+    found = against(clips(4, *norms, limit=limit), one)
+    assert found.code == (DIFFERENT if told else SAME)
+    assert told in found.headline
+    is_idle = "The limit is not reached, so no gradient differs" in found.headline
+    assert is_idle == (told != "" and max(norms) <= limit)
+
+
+def test_the_side_with_unequal_norms_is_the_wrong_one() -> None:
+    one = replace(ONE, run=clips(0, SUM, 4.0))
+    found = against(clips(4, SUM), one)
+    assert found.headline.startswith("step 1: rank 1 of one clips by the norm 4, and m")
+
+
+def test_norms_that_cannot_be_compared_are_left_alone() -> None:
+    one = replace(ONE, run=clips(0, SUM))
+    assert against(clips(4, 3.0, limit=50.0), one).code == SAME  # a setting, see there
+    twice = replace(run(4), norms={1: {0: [[3.0, 100.0, UNIT]] * 2}})
+    assert against(twice, one).code == SAME
+    assert against(replace(clips(4, 3.0), norms={}), one).code == SAME
+    coarse = replace(run(4), norms={1: {0: [[SUM * 1.01, 100.0, 2.0**-7]]}})
+    assert against(coarse, one).code == SAME
+
+
+def test_unequal_norms_are_the_cause_of_gradients_that_differ() -> None:
+    one = replace(ONE, run=clips(0, SUM, limit=1.0))
+    key = (1, "gradient", "b")
+    for norms, is_cause in (((SUM, 4.0), True), ((3.0, 3.0), False)):
+        mesh = clips(4, *norms, limit=1.0)
+        found = against(changed(mesh, key, sketch=2 * values(1, "b")), one)
+        assert found.code == DIFFERENT and "gradient of b" in found.headline
+        assert ("clips by the norm" in str(found.leads[:1])) == is_cause
+
+
 def later(run: Run, name: str = "c") -> Run:
     """Return the run without step 0 of one parameter."""
     tensors = {k: w for k, w in run.tensors.items() if k[0] or k[2] != name}
