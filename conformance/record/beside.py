@@ -419,7 +419,7 @@ def left_out(
         step, name = min(idle)
         yield (
             f"not compared: {counted(len(idle), 'update')} of elements without a "
-            "gradient, because rounding decides which elements have none "
+            "gradient, because in other runs other elements have none "
             f"({name}, step {step}, first)"
         )
     blind = [row for row in rows if row.bound >= 1 and not row.differs]
