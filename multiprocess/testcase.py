@@ -188,9 +188,9 @@ def _tensor_of(torch: Any, value: Any) -> Any:
 
 
 def _comparable(torch: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Return tensors and numbers in forms in which their comparison rounds no number.
+    """Convert a tensor beside a number, so that their comparison rounds neither.
 
-    A tensor beside a number brings its tolerances.
+    The tolerances are those of the tensor's dtype. Two tensors stay as they are.
     """
     tensors = [each for each in values if isinstance(each, torch.Tensor)]
     if len(tensors) == 2:

@@ -245,7 +245,10 @@ def of_buffer(name: str) -> str:
 
 
 def _unjoined(evidence: Evidence) -> str:
-    """Return why it is unknown which optimizers of ranks skip together; else empty."""
+    """Return a reason if optimizers of the ranks cannot be matched; else an empty text.
+
+    The matching says which optimizers skip a step together.
+    """
     counts = evidence.ranks[0].unjoined if evidence.scaler else ()
     # without a bad gradient every optimizer must step
     if not counts or not any(bad_gradient(evidence, s) for _, s in evidence.steps()):

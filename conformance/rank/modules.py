@@ -154,7 +154,7 @@ class Watched:
 def is_whole(module: nn.Module, name: str, model: nn.Module) -> bool:
     """Return True if a module has all submodules that it has in the full model.
 
-    A pipeline stage has the name of the model and only a part of its submodules.
+    A pipeline stage has only some of them.
     """
     twin = model.get_submodule(name)
     mine = {full_name(n, module_names(twin)) for n, _ in module.named_modules()}

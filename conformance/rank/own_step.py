@@ -112,7 +112,7 @@ _CHECKPOINT = ("save_checkpoint", "load_checkpoint")
 
 
 def _is_of_no_scaler(error: BaseException | None) -> bool:
-    """Return True if code used an attribute of None that a scaler has."""
+    """Return True if an error says that None lacks an attribute of a scaler."""
     while error is not None:
         if isinstance(error, AttributeError) and error.obj is None and error.name:
             if hasattr(torch.amp.GradScaler, error.name):

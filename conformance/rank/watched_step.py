@@ -168,7 +168,9 @@ def _inferring_calls(
 def _extra_calls(
     called: Sequence[int], row_counts: Sequence[int], extra: Sequence[int]
 ) -> list[int] | None:
-    """Return the numbers of extra calls, if all other calls have the rows of batches.
+    """Return the numbers of the extra calls; None if the other calls do not fit.
+
+    They fit if the rows of consecutive calls add up to each batch.
 
     Args:
         called: number of rows in each call.

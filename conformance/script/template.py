@@ -200,7 +200,11 @@ class Training:
                 self.steps[-1].append(name)
 
     def made(self, norm: Any) -> Values:
-        """Return the results of a step, with the norm that train_step returned."""
+        """Return gradients, weights and the norm after a step, by kind and name.
+
+        Args:
+            norm: norm that ``train_step`` returned; None without one.
+        """
         self.find()
         results = self.placed("gradient", self.handed)
         if norm is not None:

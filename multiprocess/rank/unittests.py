@@ -204,7 +204,12 @@ def _skip(error: BaseException) -> Left | None:
 
 
 def _leave_process(run: Callable[[], object]) -> Left | None:
-    """Do the work of a process of torch's classes; return its early end or None."""
+    """Run a test of torch's multi-process classes on this rank.
+
+    Returns:
+        The skip or the exit with 0 by which the test ended early; None if it ran to its
+        end. A rank that exits with another code ends here.
+    """
     try:
         run()
     except BaseException as error:
