@@ -544,9 +544,11 @@ class _Gradients:
 
 
 def _common(found: Iterable[tuple[float, float]], most: float) -> float | None:
-    """Return the factor that all (factor, rest) pairs share, or None.
+    """Return the median factor, or None if the pairs do not share one.
 
-    There is none if a rest is too large.
+    Args:
+        found: (factor, rest) pairs. The rest is what the factor does not explain.
+        most: largest rest, and largest relative difference of a factor.
     """
     factors = []
     for factor, rest in found:

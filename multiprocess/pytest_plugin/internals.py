@@ -59,7 +59,7 @@ class Written(NamedTuple):
 
 
 class _Record(Action):
-    """Adds its option to a list, and makes no value of it."""
+    """Adds its option, as it was written, to ``namespace.written``."""
 
     def __call__(
         self, parser: object, namespace: Namespace, values: Any, flag: str | None = None

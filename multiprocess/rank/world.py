@@ -155,7 +155,10 @@ class World:
 
 
 def _for_all(error: BaseException) -> bytes | None:
-    """Return an error pickled for all ranks to raise; None if others cannot."""
+    """Return a pickled error that all ranks can raise; None if it cannot be pickled.
+
+    Of exceptions that are no ``Exception`` only pytest's early ends are pickled.
+    """
     from .endings import early_end
 
     early = early_end(error)
