@@ -1,16 +1,16 @@
-"""Round backward passes otherwise, to measure the noise of the sums that they make.
+"""Change the rounding errors of backward passes, to measure the noise of their sums.
 
-Moved weights do not show all of that noise. The gradient of a bias is a sum over rows.
-If the loss is piecewise linear, as of L1 or of WGAN, its summands do not depend on the
-weights: all runs make the same rounding errors. If the summands cancel, only these
-errors are left. So some nudged runs
+Runs with slightly moved weights do not show all of this noise. The gradient of a bias
+is a sum over rows. If the loss is piecewise linear (L1, WGAN), the summands do not
+depend on the weights, and all runs make the same rounding errors. If the summands also
+cancel, only these errors are left. So some nudged runs
 
-- multiply the loss by a factor that is no power of two, and divide the gradient of each
-  leaf by it: all sums have other rounding errors;
-- move each element of the gradients of a model's outputs up to the next number: a sum
-  whose summands cancel moves by their rounding errors.
+- multiply the loss by ``FACTOR``, which is not a power of two, and divide the gradient
+  of each leaf by ``FACTOR``: all sums get different rounding errors;
+- move each element of the gradients of a model's outputs up to the next fp32 or fp64
+  number: a sum whose summands cancel then changes by about its rounding errors.
 
-Only jobs of one process do this: stages of a pipeline send each other gradients.
+Jobs of several processes skip this: pipeline stages send gradients to each other.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from .torch_internals import register_first
 __all__ = ["Rounding"]
 
 FACTOR = 255 / 256
-"""Factor of the loss, exact in bf16. It is near 1, because a job may use gradients that
-have it: a hook may clip them, and a scaler in fp16 skips a step if they overflow."""
+"""Factor of the loss, exact in bf16. It is near 1, because the job may read
+gradients that contain it: hooks may clip them, and an fp16 scaler skips on overflow."""
 
 
 class Rounding:
-    """Rounds backward passes otherwise, from ``install`` to ``remove``."""
+    """Changes the rounding errors of backward passes from ``install`` to ``remove``."""
 
     def __init__(self, noting: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Store how errors are noted.
+        """Keep torch's own backward function, for ``remove``.
 
         Args:
-            noting: makes a context that notes an error and lets the job go on.
+            noting: takes the name of an action and returns a context manager, which
+                notes an error of the action and lets the job go on.
         """
         self.noting = noting
         self.passes = torch.autograd.backward
         """Torch's own function."""
         self.depth = 0
-        """Number of running passes: checkpointing may make one inside of another."""
+        """Number of nested passes: checkpointing may start one inside another."""
 
     def install(self) -> None:
         """Replace ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
@@ -77,7 +78,7 @@ class Rounding:
         torch.autograd.backward = self.passes
 
     def see(self, output: Any) -> None:
-        """Let a backward pass move gradients of these outputs up to the next number."""
+        """Register hooks that move gradients of these outputs up to the next number."""
         if not _is_alone():
             return
         with self.noting("the rounding of the gradient of an output"):
@@ -86,14 +87,14 @@ class Rounding:
                     tensor.register_hook(_up)
 
     def of_loss(self, gradient: Tensor) -> Tensor:
-        """Return a gradient inside a pass, divided by the factor of the loss."""
+        """Divide a gradient by ``FACTOR`` during a pass; else return it unchanged."""
         return gradient / FACTOR if self.depth and _is_alone() else gradient
 
     def _leave(self) -> None:
         self.depth -= 1
 
     def _rounded(self, stack: ExitStack, roots: Any, grads: Any) -> Any:
-        """Return root gradients times the factor; hooks divide leaf gradients by it."""
+        """Multiply root gradients by ``FACTOR``; hooks divide leaf gradients by it."""
         if not all(isinstance(root, Tensor) for root in roots):
             return grads  # edges of a graph
         is_inner = self.depth > 1
@@ -136,7 +137,7 @@ def _divided(gradient: Tensor) -> Tensor:
 def _up(gradient: Tensor) -> Tensor:
     """Move each element up to the next number; zeros stay.
 
-    In 16 bits the distance would be larger than the rounding of a sum.
+    16-bit gradients stay unchanged: the next number is further than a rounding error.
     """
     is_real = gradient.is_floating_point() and has_plain_bits(gradient)
     if not is_real or gradient.element_size() < 4:

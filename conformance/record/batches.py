@@ -1,4 +1,4 @@
-"""Rows that the ranks of a run gave their models, by step."""
+"""Compute which input rows the models of a run's ranks got, by step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Inputs = Mapping[int, Mapping[int, Sequence[Sequence[int]]]]
 
 
 def inputs_of(ranks: Mapping[int, Recording]) -> Inputs:
-    """Return the rows of tokens, or floating-point rows if no rank has tokens.
+    """Return digests of token rows, or of floating-point rows if no rank has tokens.
 
-    Later stages of a pipeline get activations: floating-point rows with gradients. They
-    count only if no rank has others.
+    Ranks whose model got activations (later pipeline stages) are left out, unless all
+    ranks are such. See ``_with_data``.
     """
     by_step: dict[int, dict[int, Sequence[Sequence[int]]]] = {}
     for step in sorted({step for each in ranks.values() for step in _steps(each)}):
@@ -46,10 +46,12 @@ def _steps(recording: Recording) -> set[int]:
 
 
 def _with_data(ranks: Mapping[int, Recording], step: int) -> dict[int, Recording]:
-    """Return the ranks whose model got data at a step, and not activations.
+    """Return the ranks whose model got data at a step, rather than activations.
 
-    A rank with the parameters of another one is no later stage: a job may compute
-    gradients of some ranks' data.
+    If some ranks got tokens, only these ranks are returned. Else rows in ``received``
+    count as activations, unless another rank that trains the same parameters got rows
+    that are not in ``received``: a job may compute gradients of some ranks' data.
+    If no rank is left, all ranks with rows are returned.
     """
     rows = {rank: each for rank, each in ranks.items() if step in _steps(each)}
     tokens = {rank: each for rank, each in rows.items() if step in each.rows}
@@ -85,7 +87,7 @@ def by_row(
 def rows_of_blocks(
     ranks: Mapping[int, Recording], step: int
 ) -> dict[int, frozenset[int]]:
-    """Return the digests of rows of each rank whose model got data."""
+    """Return the digests of the blocks' rows, for each rank whose model got data."""
     return {
         rank: every_row(each.rows_of_blocks.get(step, ()))
         for rank, each in _with_data(ranks, step).items()
@@ -93,10 +95,11 @@ def rows_of_blocks(
 
 
 def repeated_rows(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, int]:
-    """Count rows that several ranks got, though none has all rows in common.
+    """Count the rows that occur in several different sets of rows, by step.
 
-    Ranks of one model have all rows in common, and a constant input is that of all. Of
-    the other inputs that with the fewest counts: rows of a mask are often equal.
+    Ranks with the same set of rows count as one: they hold shards of one replica.
+    Inputs that are equal on all ranks are ignored. If several inputs differ, the
+    smallest count is returned, because rows of a mask are often equal.
     """
     repeated: dict[int, int] = {}
     for step, by_rank in inputs.items():
@@ -113,9 +116,9 @@ def repeated_rows(ranks: Mapping[int, Recording], inputs: Inputs) -> dict[int, i
 def bags_of_inputs(
     ranks: Mapping[int, Recording], inputs: Inputs
 ) -> dict[int, list[int]]:
-    """Return the bag of each input, summed over ranks.
+    """Return the bag of each input by step, summed over ranks modulo ``WORD``.
 
-    Ranks with equal rows of an input count once, and so does a constant table.
+    Ranks with the same set of rows of an input count once.
     """
     bags_by_step: dict[int, list[int]] = {}
     for step, by_rank in inputs.items():
@@ -134,7 +137,7 @@ def _by_input(
     by_rank: Mapping[int, Sequence[Sequence[int]]],
     step: int,
 ) -> list[dict[int, frozenset[int]]]:
-    """Return the rows of each input that all calls have, by rank."""
+    """Return row digests by rank, for each input that all calls of a step have."""
     sizes = {
         rank: [len(call) for call in ranks[rank].bags.get(step, ())] for rank in by_rank
     }

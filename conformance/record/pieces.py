@@ -27,9 +27,13 @@ def pieces_of(
 ) -> tuple[Piece, ...] | None:
     """Cut a part into rectangles; return None if that takes too many.
 
+    A part of a flat range gives at most three rectangles. Any other part gives one, or
+    None if one rectangle cannot hold it.
+
     Args:
         shape: shape of the whole tensor.
-        offsets: position of the first element, in each dim or in the flattened tensor.
+        offsets: position of the first element: one number for each dim, or
+            one number in the flattened tensor.
         local: shape of the part.
     """
     columns = math.prod(shape[1:])
