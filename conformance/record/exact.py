@@ -26,7 +26,7 @@ __all__ = ["compare_exactly"]
 
 
 def compare_exactly(one: Side, other: Side) -> Comparison:
-    """Compare all that was recorded bit for bit, step by step.
+    """Compare rows, settings and tensors of two recordings bit for bit, step by step.
 
     Only the first step that differs is reported: its rows and settings, then weights
     and optimizer states, then outputs of blocks and gradients. If no step differs,
@@ -135,13 +135,17 @@ def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str
 
 
 def _of_ranks(run: Run, step: int) -> list[object]:
-    """Return what ranks do differently in a step."""
+    """Return one step's ``other_settings``, ``absent`` and ``skipping`` of a run."""
     maps = run.other_settings, run.absent, run.skipping
     return [{k: v for k, v in each.items() if k[0] == step} for each in maps]
 
 
 def _unlike(one: Side, other: Side, key: Key) -> Iterator[str]:
-    """Yield a sentence if a tensor is on one side only, or has other bits."""
+    """Yield a sentence if a tensor differs between the sides, or on ranks of one side.
+
+    A tensor that one side lacks is reported unless it is a block's output, the gradient
+    of an output, or a buffer.
+    """
     step, kind, name = key
     what = f"{_called(kind)} of {name}"
     mine, its = one.run.tensors.get(key), other.run.tensors.get(key)

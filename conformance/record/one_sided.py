@@ -1,7 +1,7 @@
 """Tensors that only one side trains, steps or changes, and copies of tied weights.
 
-A pipeline may keep a copy of a tied weight on each end. The other side then has one of
-the two tensors alone, and the copies must stay equal.
+A pipeline may keep a copy of a tied weight on each end. A run without a
+pipeline has only one of the two tensors. The two copies must stay equal.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def lacking(
 
 
 def _untrained(has: Side, lacks: Side, partners: Mapping[str, str]) -> Iterator[str]:
-    """Yield a sentence on tensors that ``has`` trains and ``lacks`` does not.
+    """Yield one sentence if ``has`` trains tensors that ``lacks`` does not.
 
     Args:
-        has: side that trains them.
-        lacks: side that does not.
+        has: side that trains the tensors.
+        lacks: side that does not train them.
         partners: name on the side ``has`` -> name on the other side.
     """
     stepped, idle = has.run.starts, lacks.run.unstepped
     alone = [name for name in stepped if name in idle]
-    # a tensor without a partner can match nothing if all tensors over there have one
+    # a tensor without a partner has no match if all tensors of ``lacks`` have partners
     if lacks.run.starts.keys() == {*partners.values()} and not lacks.run.unnamed:
         alone += [
             name
@@ -82,12 +82,12 @@ def _unlike_steps(both: _Pair, step: int) -> Iterator[str]:
 
 
 def _first(does: Sequence[bool], both: _Pair) -> _Pair:
-    """Return the pair with the side that does something first."""
+    """Return the pair with the side whose ``does`` is True in first place."""
     return both if does[0] else both[::-1]
 
 
 def _untied(has: Side, lacks: Side, name: str, paired: Container[str]) -> str:
-    """Return a sentence if the side that lacks a tensor may tie it to another one."""
+    """Return a sentence if ``lacks`` may tie the tensor to another one; "" if not."""
     twins = _equal_at_start(has.run, name, paired)
     if name in lacks.run.unstepped or len(twins) != 1:
         return ""
@@ -102,9 +102,9 @@ def _untied(has: Side, lacks: Side, name: str, paired: Container[str]) -> str:
 
 
 def _copied(run: Run, name: str, paired: Container[str]) -> str:
-    """Return the tensor of which another one is a copy in all steps; "" if none.
+    """Return a paired tensor that equals ``name`` in all steps; "" if there is none.
 
-    A tensor that never moves shows no copy: its gradients need not be added up.
+    A tensor that never moves gives "": its gradients need not be added up.
     """
     twins = _equal_at_start(run, name, paired)
     weights = _weights(run, name) if twins else {}
@@ -114,9 +114,9 @@ def _copied(run: Run, name: str, paired: Container[str]) -> str:
 
 
 def _equal_at_start(run: Run, name: str, paired: Container[str]) -> list[str]:
-    """Return the tensors with a partner that begin with the bits of another one.
+    """Return the tensors in ``paired`` that begin with the bits of ``name``.
 
-    Vectors are not looked for, because all weights of layer norms begin alike.
+    Vectors never count, because all weights of layer norms begin alike.
     """
     step, start = run.starts[name]
     return [

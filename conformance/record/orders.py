@@ -55,8 +55,8 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rounds(self) -> bool:
-        """True to round backward passes otherwise: in every second nudged run."""
-        # the first one must show that gradients depend on the weights that it moves
+        """True to change rounding errors of backward: if ``nudge`` is even, not 0."""
+        # the first nudged run must show that gradients depend on the moved weights
         return self.nudge > 0 and self.nudge % 2 == 0
 
 
@@ -88,7 +88,7 @@ class Unrecorded(msgspec.Struct, kw_only=True):
 
 
 def unrecorded(*folders: Path) -> dict[int, Unrecorded]:
-    """Read why ranks recorded no step, by rank; a broken file gives no reason."""
+    """Read why ranks recorded no step, by rank; empty reasons if a file is broken."""
     reasons = dict[int, Unrecorded]()
     for path in (path for each in folders for path in each.glob("unrecorded-*.json")):
         rank = int(path.stem.rpartition("-")[2])
@@ -99,7 +99,7 @@ def unrecorded(*folders: Path) -> dict[int, Unrecorded]:
 
 
 def idle_ranks(*folders: Path) -> Iterator[str]:
-    """Yield a sentence if ranks called a model and took no step, beside others."""
+    """Yield one sentence if ranks recorded no step: an error, or the list of ranks."""
     reasons = unrecorded(*folders)
     for rank, why in reasons.items():
         if why.notes:

@@ -44,7 +44,7 @@ class StepHooks:
     time that a closure has computed them."""
     ended: Callable[[Optimizer], object]
     only_plain: bool = False
-    """True to ignore compiled steps, whose graph a hook would change. Also ignores a
+    """True to ignore compiled steps, whose graph a hook would change, and to ignore a
     step inside the step of an optimizer with the same parameters, as in torch's
     ``ZeroRedundancyOptimizer``."""
     _running: dict[int, _Running] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class StepHooks:
         if outer is not None and height > outer.height:
             outer.depth += 1
             return
-        # the step before raised an error, which the job has caught
+        # the previous step raised an error, which the job has caught
         if outer is not None:
             outer.last.remove()
         if self.only_plain and self._is_part(optimizer, height):
@@ -83,7 +83,7 @@ class StepHooks:
         self._running[id(optimizer)] = _Running(optimizer, height, last)
 
     def _is_part(self, optimizer: Optimizer, height: int) -> bool:
-        """Return True inside a step of an optimizer that has all these parameters."""
+        """Return True if an outer step trains all parameters of this optimizer."""
         outers = [each for each in self._running.values() if each.height < height]
         if not outers:  # true for nearly every step of a job
             return False
@@ -119,7 +119,7 @@ class StepHooks:
 
 
 def parameters_of(optimizer: Any) -> set[int]:
-    """Return the ids of the parameters that an optimizer trains."""
+    """Return the ids of an optimizer's parameters that require gradients."""
     groups = getattr(optimizer, "param_groups", ())  # a wrapper may have none
     every = (p for group in groups for p in group["params"])
     return {id(p) for p in every if p.requires_grad}
