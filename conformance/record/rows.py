@@ -47,7 +47,7 @@ MOST = 4096
 
 
 def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
-    """Add the numbers of all rows of one model call to a recording.
+    """Add digests, bags, sums and counts of the rows of one model call to a recording.
 
     Returns:
         Digests of the rows of each integer input, or of the float inputs if none is
@@ -73,7 +73,7 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _labels_of(values: Iterable[Any]) -> list[int | Tensor]:
-    """Return two counts for each integer input: other numbers than IGNORED, and it."""
+    """Return two counts for each integer input: elements unlike IGNORED, and equal."""
     counts = list[int | Tensor]()
     for rows in _flat(values, False):
         ignored = (rows == IGNORED).sum()

@@ -1,6 +1,6 @@
-"""Block of the model in which a step begins to differ, by the outputs of blocks.
+"""Find the model's block in which a step begins to differ, from outputs of blocks.
 
-It is only a hint. The loss of a rank may be a mean over its own rows or its
+The result is only a hint. The loss of a rank may be a mean over its own rows or its
 micro-batch, which scales its gradients. So gradients of outputs are compared up to one
 factor, taken from the last block.
 """
@@ -40,7 +40,8 @@ def where_it_begins(
 
     Returns:
         Rows of the blocks, and a sentence on where the step differs. Both are empty if
-        no blocks were recorded.
+        no blocks were recorded. Rows are also empty if the outputs are not comparable;
+        the sentence then gives the reason.
     """
     every = one.run.names(OUTPUT, step)
     if every and one.run.rows.get(step) != other.run.rows.get(step):
@@ -117,7 +118,7 @@ def _in_backward(rows: Sequence[Row], forwards: Sequence[int]) -> str:
 def _backward(one: Side, other: Side, step: int, names: Sequence[str]) -> list[Row]:
     """Compare the gradients of outputs, from the last block to the first.
 
-    Returns no rows if the factor between the two sides is not known.
+    Returns no rows if ``_scaled`` finds no factor between the two sides.
     """
     last = [n for n in names if (step, GRADIENT, n) in one.run.tensors][-1:]
     scaled = _scaled(other, one.run, step, last[0]) if last else None
