@@ -73,7 +73,7 @@ def keep_rows(out: Recording, step: int, inputs: Sequence[Any]) -> list[Tensor]:
 
 
 def _labels_of(values: Iterable[Any]) -> list[int | Tensor]:
-    """Count elements of each integer input: not IGNORED ones, then IGNORED ones."""
+    """Return two counts for each integer input: labels, and IGNORED elements."""
     counts = list[int | Tensor]()
     for rows in _flat(values, False):
         ignored = (rows == IGNORED).sum()
