@@ -135,8 +135,8 @@ class BaseCluster(ABC):
     def end_lost(self) -> None:
         """End the ranks if one of them has ended since the previous call.
 
-        The last call then reports that rank. Otherwise the next call would replace it
-        silently.
+        ``last_call`` then fails and reports the lost rank. Otherwise the next call
+        would start new ranks without a report.
         """
         with self._lock:
             if not self.is_warm:
@@ -158,14 +158,18 @@ class BaseCluster(ABC):
 
     @abstractmethod
     def _call_again(self, options: CallOptions, payload: bytes) -> Sequence[Fact]:
-        """Call the ranks of the previous call; return nothing if one was lost."""
+        """Call the ranks of the previous call; start no new ones.
+
+        Returns:
+            A fact for each rank; empty if these ranks cannot be called.
+        """
 
     @abstractmethod
     def _give_up(self, *, kill: bool) -> None:
         """End the ranks, if there are any; with ``kill`` at once."""
 
     def _end(self, *, kill: bool) -> None:
-        """Make the last call, and end the ranks."""
+        """Run ``last_call`` if all ranks ended their call; then end the ranks."""
         try:
             # also if a rank has ended since: its failure is reported by this call
             if self.last_call is not None and self._answered:

@@ -1,4 +1,4 @@
-"""Kernel calls that Python does not wrap; they have no effect without prctl."""
+"""Calls to the Linux kernel: processes, signals, clocks, sockets, files in memory."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def wait_for_turn() -> None:
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children."""
+    """Return the pids of children of this process's main thread; [] if unknown."""
     try:
         text = Path(f"/proc/self/task/{getpid()}/children").read_text()
     except OSError:
@@ -140,7 +140,7 @@ def open_process(pid: int) -> list[int]:
     A pidfd never refers to a later process with the same number.
 
     Returns:
-        One descriptor; none if the kernel does not support it (before 5.3, gVisor).
+        A list of one descriptor; empty if the kernel has no pidfds (before 5.3).
     """
     try:
         return [os.pidfd_open(pid)]

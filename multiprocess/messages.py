@@ -65,8 +65,8 @@ class Start:
     rank: int
     context: Context
     rendezvous: Rendezvous | None = None
-    """Address at which the ranks meet; None if one parent has all ranks, which meet in
-    a file."""
+    """Address at which the ranks meet; None if one parent has all ranks. They then meet
+    in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)

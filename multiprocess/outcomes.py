@@ -32,7 +32,7 @@ class Collective:
     """File and line of the caller outside torch."""
 
     ranks: tuple[int, ...] = ()
-    """Ranks of the group; empty if unknown."""
+    """Ranks of the group; of a send or receive only the peer. Empty if unknown."""
 
     position: int = 0
     """Index among all of this rank's records in this call, from 0."""
@@ -148,8 +148,8 @@ class RankOutcome:
     ``Failed``."""
 
     late: Any = None
-    """Value of a rank that was ended because another rank failed: how its teardown
-    ended."""
+    """Value that a rank returned after its teardown, if the rank was ended because
+    another rank had failed."""
 
     exception: BaseException | None = None
     """Exception object, if it could be pickled."""

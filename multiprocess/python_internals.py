@@ -17,10 +17,9 @@ def interpreter_options() -> list[str]:
 
 
 def drop_exit_handlers() -> None:
-    """Drop the exit handlers and finalizers that a fork has inherited.
+    """Drop the exit handlers and finalizers that a fork has inherited from its parent.
 
-    They are those of the process that was forked. A finalizer still runs if its object
-    is garbage-collected.
+    A finalizer still runs if its object is garbage-collected.
     """
     atexit._clear()
     finalizers = weakref.finalize

@@ -1,6 +1,6 @@
-"""Describe a failed world: output of each rank, victims, and last the root cause.
+"""Report of a failed world: output of each rank, victims, and last the root cause.
 
-It also shows where the ranks' collectives differ, from their flight records.
+The report also shows where the ranks' collectives differ.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _WIDTH = 1000
 _THREAD_ID = re.compile(r"(?<=hread )0x[0-9a-f]+ ")
 
 _OF_A_RANK = re.compile(r"(?<=World\(rank=)\d+|(?<= at )0x[0-9a-f]+(?=>)")
-"""Parts of equal failures that differ: the world that pytest shows, and addresses of
-objects."""
+"""Parts of a failure's text that differ between ranks: the number in ``World(rank=1``,
+and addresses of objects."""
 
 _NOT_KEPT = re.compile(r"\[\.\.\. (\d+) bytes left out \.\.\.\]")
-"""Mark of a rank's output of which the middle was not kept."""
+"""Line that replaces the middle of an output that was too long to keep."""
 
 TWO_SIDED = frozenset({"send", "recv", "recv_anysource"})
 """Operations between two ranks, which the other ranks of a group do not issue."""
@@ -126,12 +126,12 @@ def _section(
     outcomes: Iterable[RankOutcome],
     elsewhere: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
-    """Describe outcomes, equal ones once.
+    """Yield the lines that describe outcomes; equal outcomes share their lines.
 
     Args:
-        title: title of each outcome.
-        outcomes: outcomes of ranks.
-        elsewhere: details that are shown elsewhere -> where.
+        title: First words of each entry, such as "victim".
+        outcomes: Outcomes of ranks.
+        elsewhere: Details shown elsewhere -> words that say where.
     """
     shown = {"": "", **(elsewhere or {})}
     alike: dict[tuple[str, str], list[RankOutcome]] = defaultdict(list)
@@ -153,7 +153,7 @@ def _what(outcome: RankOutcome) -> str:
 
 
 def _alike(text: str) -> str:
-    """Return a text without what differs between ranks with equal outcomes."""
+    """Remove the parts of a text that differ between ranks with equal outcomes."""
     return _OF_A_RANK.sub("", text)
 
 
@@ -300,12 +300,12 @@ def ended_without(call: Collective, ended: Records) -> int | None:
 def ended_without_sending(
     call: Collective, rank: int, issued: Sequence[Collective], ended: Records
 ) -> int | None:
-    """Return the rank that has ended and never sends what a rank receives, or None.
+    """Return the peer if it ended without sending what ``rank`` receives, or None.
 
     Args:
         call: Operation in which ``rank`` waits.
         rank: Waiting rank.
-        issued: Its last collectives.
+        issued: Last collectives of ``rank``.
         ended: Last collectives of the ranks that have ended.
     """
     if call.op != "recv" or len(call.ranks) != 1:
@@ -351,8 +351,8 @@ def _by_number(records: Records) -> dict[int, dict[int, Collective]]:
 def _groups(records: Records) -> Iterator[tuple[str, Records]]:
     """Yield the name of each process group, and its collectives by rank.
 
-    Several groups have the same name if a test makes several default groups. Their
-    members differ.
+    Groups of different members may have the same name, if a test makes several default
+    groups. Each is yielded separately.
     """
     by_name: dict[str, dict[int, list[Collective]]] = {}
     for rank, issued in records.items():

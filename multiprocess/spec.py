@@ -12,8 +12,8 @@ Isolation = Literal["pool", "group", "process"]
 
 ISOLATIONS: tuple[str, ...] = get_args(Isolation)
 
-# torch's answers for the two usual backends. Asking torch takes a second, to import it
-# in a parent that needs it for nothing else.
+# Device types of the two usual backends. To ask torch for them, a parent would import
+# torch, which takes a second.
 _USUAL = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
 
 _TYPES = MappingProxyType(
@@ -91,7 +91,7 @@ class WorldSpec:
 
     @property
     def kind(self) -> WorldSpec:
-        """Copy of this spec in which the settings of calls have default values."""
+        """Copy of this spec with default ``timeout_s`` and ``isolation``."""
         return replace(self, timeout_s=60.0, isolation="pool")
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ def devices_of(backend: str) -> tuple[str, ...]:
     from torch.distributed import Backend, BackendConfig
 
     names = [name for name in Backend.backend_list if name != Backend.UNDEFINED]
-    # torch accepts any name, as of a backend that will be registered.
+    # BackendConfig accepts any name, since a backend may be registered later.
     if ":" not in backend and backend.lower() not in names:
         raise ValueError(
             f"backend must be one of {', '.join(names)}, or such as "
@@ -192,7 +192,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def _check_type(name: str, value: object, kind: type) -> None:
-    """Raise ``TypeError`` for a setting of another type; an int is also a float."""
+    """Raise ``TypeError`` unless a setting has type ``kind``; an int is a float."""
     is_of_kind = isinstance(value, (int, float) if kind is float else kind)
     if not is_of_kind or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{name} must be {_NOUNS[kind]}, got {value!r}")
@@ -202,7 +202,7 @@ def _make_tuple(spec: WorldSpec, name: str) -> None:
     """Convert a list in a setting to a tuple, which is hashable.
 
     Raises:
-        TypeError: if the setting is no list or tuple of text.
+        TypeError: The setting is not a list or tuple of strings.
     """
     value = getattr(spec, name)
     if not isinstance(value, list | tuple) or not {*map(type, value)} <= {str}:

@@ -32,9 +32,9 @@ _SETTINGS = {
 class TestCase(unittest.TestCase):
     """Runs setUpClass, setUp, the test, tearDown and cleanups on every rank.
 
-    Run it by pytest. Settings are attributes of the class. ``backend``, ``isolation``
-    and ``timeout_s`` of classes that do not set them come from the command line and the
-    ini file.
+    Run the tests by pytest. Settings are attributes of the class. If a class does not
+    set ``backend``, ``isolation`` or ``timeout_s``, the command line or the ini file
+    can set them.
 
     Example:
         class TestReduce(TestCase):
@@ -78,10 +78,10 @@ class TestCase(unittest.TestCase):
         """Compare as unittest does, but tensors by ``torch.testing.assert_close``.
 
         Args:
-            first: Any value; tensors may be inside lists, tuples and dicts. One with a
-                single element may be compared with a number, and any with an array of
-                NumPy. Other values beside tensors must be equal, but for numbers if
-                there are ``tolerances``.
+            first: Any value, also lists, tuples and dicts that contain tensors. A
+                tensor of one element may be compared with a number, and any tensor with
+                a NumPy array. Other values beside tensors must be equal; numbers may
+                differ within ``tolerances``.
             second: Expected value.
             msg: Shown if the values differ.
             **tolerances: ``rtol``, ``atol`` and others of ``assert_close``.
@@ -148,7 +148,7 @@ class TestCase(unittest.TestCase):
         return super().run(result)
 
     def _marker_settings(self) -> dict[str, Any]:
-        """Return those settings of the marker that the class of this test sets."""
+        """Return the settings that this test's class sets, named as in the marker."""
         return {
             setting: getattr(self, name)
             for name, setting in _SETTINGS.items()
@@ -180,7 +180,7 @@ def _holds_tensor(value: Any, tensor: type[Any]) -> bool:
 
 
 def _tensor_of(torch: Any, value: Any) -> Any:
-    """Return the tensor of an array of NumPy, and any other value unchanged."""
+    """Convert a NumPy array to a tensor; return any other value unchanged."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return value
@@ -188,9 +188,10 @@ def _tensor_of(torch: Any, value: Any) -> Any:
 
 
 def _comparable(torch: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Convert a tensor beside a number, so that their comparison rounds neither.
+    """Convert a tensor of one element and a number so that neither is rounded.
 
-    The tolerances are those of the tensor's dtype. Two tensors stay as they are.
+    Two tensors are returned unchanged. A floating-point tensor keeps its dtype, which
+    sets the default tolerances.
     """
     tensors = [each for each in values if isinstance(each, torch.Tensor)]
     if len(tensors) == 2:
@@ -206,7 +207,7 @@ def _comparable(torch: Any, values: Sequence[Any]) -> Sequence[Any]:
             )
             for each in values
         ]
-    # + since torch compares no bool with another number
+    # + makes a bool an int, since torch does not compare a bool with a number
     return [+(v.item() if isinstance(v, torch.Tensor) else v) for v in values]
 
 

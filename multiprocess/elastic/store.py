@@ -261,7 +261,7 @@ def unpack(packed: bytes, kind: type[T]) -> T:
     """Return the unpacked value, which must have type ``kind``.
 
     Raises:
-        HarnessError: It has another type.
+        HarnessError: The value has another type.
     """
     try:
         return msgspec.msgpack.decode(packed, type=kind)

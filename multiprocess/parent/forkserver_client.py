@@ -45,7 +45,7 @@ main(fd)
 # Longer than the 3 s that the server takes to end its ranks.
 _END_S = 5.0
 _MAX_ERRORS = 64 * 1024
-"""Number of characters shown of the end of the server's output."""
+"""Number of bytes shown of the end of the server's output."""
 
 
 def import_path() -> list[str]:
@@ -54,7 +54,7 @@ def import_path() -> list[str]:
 
 
 def _started(fd: int, errors_fd: int, *, fork: bool) -> subprocess.Popen[bytes]:
-    """Start a server at the other end of socket ``fd``; its stderr is ``errors_fd``."""
+    """Start a server that reads socket ``fd`` and writes errors to ``errors_fd``."""
     boot = _BOOT.format(module=server.__name__)
     linux.flush_standard_streams()  # a fork would copy what is left in the buffers
     # One thread while preloading, because a server with threads cannot be forked

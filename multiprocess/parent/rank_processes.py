@@ -98,7 +98,7 @@ class Capture:
     def drain(self, most: int = 1 << 24) -> bool:
         """Read available bytes, at most about ``most``; return False after the end.
 
-        The output ends when the rank has closed the pipe.
+        The output ends when the rank and its children have closed the pipe.
         """
         while most > 0:
             try:
@@ -304,13 +304,13 @@ class RankProcesses:
     ) -> None:
         """Send every rank a call, packed once; see ``messages.Run``.
 
+        This does not block: the time limit of the call holds for all ranks together.
+        ``read`` sends the rest if a rank's socket does not accept everything at once.
+
         Args:
             payload: Pickled ``(fn, args, kwargs)``.
             options: Options of the call.
             context: Settings for the ranks; by default those that they have.
-
-        This does not block: the time limit of the call holds for all ranks together.
-        ``read`` sends the rest if a rank's socket does not accept everything at once.
         """
         has_changed = context is not None and context != self._context
         run = Run(
@@ -334,8 +334,8 @@ class RankProcesses:
     def read(self, limit_s: float) -> list[tuple[RankProcess, int]]:
         """Wait until ranks send something, and read it; also send pending calls.
 
-        All descriptors of all ranks are read at once. A rank that writes to a full pipe
-        would never end, and would seem to hang.
+        All ready descriptors of all ranks are read: a rank that writes to a full pipe
+        would block until someone reads it.
 
         Returns:
             The ranks and descriptors from which something came; empty if nothing came

@@ -114,9 +114,10 @@ def _waited(outcome: RankOutcome, fact: Fact) -> bool:
 
 
 def _by_failed_parts(facts: Sequence[Fact]) -> list[Fact]:
-    """Return the facts, where each rank ends with its first part that raised.
+    """Return the facts as if each rank had ended at its first part that raised.
 
-    Parts that raised on all ranks divide no ranks, so they do not count.
+    A part that raised on all ranks does not count, because it cannot explain why ranks
+    differ. A part that raised in a wait for other ranks does not count either.
     """
     names = [{part.part for part in fact.failed_parts} for fact in facts]
     on_all = set.intersection(*names)
@@ -273,8 +274,8 @@ def _root(
     # The first group with a rank in it, and in that the rank that failed first. What
     # can be the effect of another rank's fault comes after what cannot:
     groups = (
-        # 1. stopped by a signal: no fault of another rank does that, while the error of
-        #    another may be that it has waited long enough for this one;
+        # 1. stopped by a signal: a fault of another rank cannot cause that, while
+        #    another rank may have failed because its wait for this one timed out;
         [o for o in hung if _stopped(o)],
         # 2. raised in its own code, exited or killed: explains those that wait for it;
         [o for o in ended if not _left_a_wait(facts[o.rank])],
@@ -297,7 +298,7 @@ def _root(
 
 
 def _failed_at(outcome: RankOutcome, fact: Fact) -> tuple[int, float]:
-    """Return when a rank failed, to compare with other ranks.
+    """Return a key that sorts ranks by the time of their first failure.
 
     The rank that failed first may be the last to end, if its teardown is slow.
     """

@@ -106,7 +106,7 @@ class Watch:
             self._wait()
         except BaseException as error:
             now = [observed(fact) for fact in self._look()]
-            if self._live:  # without live ranks, the output has been shown
+            if self._live:  # the output has been shown
                 now = [replace(outcome, output="") for outcome in now]
             error.add_note(render_interrupted(now))
             raise

@@ -201,7 +201,7 @@ class ItemRun:
 
     def _enter(self, when: str) -> None:
         error = self._ended.get(when)
-        # Of a text without a traceback: pytest would report that all of it is hidden.
+        # An error without a traceback: pytest would report that all of it is hidden.
         __tracebackhide__ = getattr(error, "pytrace", True)
         if error is not None:
             raise error
@@ -463,7 +463,7 @@ def show(
 
 
 def _cause(report: Any) -> str:
-    """Return the error of a report, as pytest's summary shows it, and a new line."""
+    """Return the first line of a report's error, if there is one, and a line break."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return f"{crash.message.partition(chr(10))[0]}\n" if crash is not None else "\n"
 

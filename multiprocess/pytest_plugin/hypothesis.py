@@ -29,12 +29,13 @@ from .internals import SETTINGS, drawn_choices
 
 _OK, _REJECT, _FAIL = "ok", "reject", "fail"
 _LEFT, _ENDED = "left", "ended"
-"""A rank runs no further example, because it left the test or has run all of them."""
+"""Answers of a rank that runs no further example: it left the test, or has run all
+of its examples."""
 
 _LOOK_S = 0.0003
 _GRACE_S = 0.3
-"""How long a rank whose example failed waits for the others. It is shorter than the
-parent's grace period after a failure."""
+"""Time that a rank whose example failed waits for the others; shorter than the parent's
+grace period after a failure."""
 
 _SEED = "_hypothesis_internal_use_seed"
 
@@ -42,7 +43,7 @@ _SEED = "_hypothesis_internal_use_seed"
 class Agreed(Exception):
     """Raised on all ranks for an example that failed on some rank.
 
-    A single class, so that hypothesis sees a single failure.
+    Equal failures raise one subclass, so that hypothesis counts them as one failure.
     """
 
     own: BaseException | None = None
@@ -170,7 +171,7 @@ class Steps:
             context = own.__context__
             try:
                 raise own
-            finally:  # an error that only ended the search is no cause of it
+            finally:  # the error that only ended the search is not the cause
                 own.__context__ = context
 
     def _run(self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -304,7 +305,7 @@ def _hash(choices: object) -> str:
 
 
 def _unshrunk(own: BaseException, kwargs: dict[str, Any], why: str = "") -> _Unshrunk:
-    """Return what ends the search; a note of ``own`` shows the example."""
+    """Return an exception that ends the search; note the example on ``own``."""
     shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
     own.add_note(f"the example, not shrunk{why}: {shown}")
     return _Unshrunk(own)

@@ -152,7 +152,7 @@ class ItemResult(Left):
 _STOPS = ("shouldstop", "shouldfail")
 _EXPECTS = "__unittest_expecting_failure__"
 _FOLLOWED = "_gradparity_followed"
-"""Attribute of an exception that only follows from another rank's."""
+"""Attribute of an exception that is only a consequence of another rank's failure."""
 
 _session: RankSession | None = None
 
@@ -253,7 +253,7 @@ class RankSession:
     def following(self, test: ItemId | None) -> pytest.Item | None:
         """Return the next test; None if this rank does not find it.
 
-        The order to run it then reports the error.
+        The error is reported when this test is to run.
         """
         try:
             return None if test is None else self.item(test)
@@ -627,7 +627,7 @@ class _RankPlugin:
             return
         from ..rank.global_state import WideSettings
 
-        # what a fixture changes that another one requests by name is not the other's
+        # the changes of a requested fixture do not count for the requesting one
         outer = self._in_setup[-1:]
         for each in outer:
             each.keep()

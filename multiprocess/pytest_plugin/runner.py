@@ -91,7 +91,7 @@ class Runner:
 
         make = partial(AgentCluster, agent)
         try:
-            # Otherwise the agents would end these ranks, and their fixtures not.
+            # Beyond this number agents end ranks, and leave their fixtures unended.
             yield self._of_kind(spec.kind, make, MAX_WORLDS, lambda spec: 1)
         except (Ended, HarnessError) as error:  # no world can be started any more
             pytest.exit(f"{error}", returncode=3)

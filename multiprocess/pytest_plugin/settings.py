@@ -89,7 +89,7 @@ def settings_of(markers: Iterable[pytest.Mark]) -> dict[str, Any]:
             its class and module.
 
     Raises:
-        TypeError: A marker has more than one positional argument.
+        TypeError: A marker has several positional arguments, or names the size twice.
     """
     settings: dict[str, Any] = {}
     for marker in markers:
@@ -111,8 +111,8 @@ def sizes_of(settings: Mapping[str, Any]) -> list[Any]:
     """Return the world sizes of a test.
 
     Raises:
-        ValueError: A minimum size is given although the size is fixed, or there is no
-            size.
+        ValueError: There is no size, or the minimum size is not a positive int, or it
+            is given although the size is fixed.
     """
     size = settings.get("world_size", DEFAULT_SIZE)
     sizes = list(size) if isinstance(size, list | tuple) else [size]

@@ -37,7 +37,7 @@ def _arrived(data: bytes, instead: Any) -> Any:
 
 
 def travelling(value: Any) -> Any:
-    """Return a value in a form that the parent can unpickle, or its text."""
+    """Wrap a value for the parent, which gets its text if it cannot be unpickled."""
     return value if is_plain(value) else Travelling(value, internals.saferepr(value))
 
 

@@ -90,9 +90,10 @@ def rewritten_modules() -> dict[str, str]:
 
 
 def _packages_only_here(name: str) -> Iterator[tuple[str, str]]:
-    """Yield name and folder of a module's packages that are not on the import path.
+    """Yield name and file of a module's packages that are not on the import path.
 
-    With ``--import-mode=importlib`` the folder above them is not on the path.
+    With ``--import-mode=importlib`` the folder above a package is not on the path. A
+    package without ``__init__.py`` has its folder in place of a file.
     """
     package = name.rpartition(".")[0]
     if not package or PathFinder.find_spec(package.partition(".")[0]) is not None:

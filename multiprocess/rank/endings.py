@@ -49,7 +49,7 @@ def _early() -> Iterator[tuple[str, type[BaseException]]]:
 
 
 def torch_skip(error: SystemExit) -> str | None:
-    """Return the reason of a skip by an exit code of torch's decorators, or None."""
+    """Return the reason if torch's decorators skip by this exit code, or None."""
     common = sys.modules.get("torch.testing._internal.common_distributed")
     for skip in common.TEST_SKIPS.values() if common is not None else ():
         if error.code == skip.exit_code:

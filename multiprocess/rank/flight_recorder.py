@@ -140,9 +140,9 @@ def placed(place: Place, record: tuple[int, int] | None = None) -> Iterator[None
 
 
 def wait_for_devices() -> None:
-    """Wait for GPU work that the current call queued, so its errors are raised in it.
+    """Wait for queued GPU work, so that its errors are raised in the current call.
 
-    Does nothing if the call began a collective and has not waited for it.
+    Does nothing if the call has not waited for one of its collectives.
     """
     last = None if _writer is None else _writer.last
     for kind in () if _unwaited else (torch.cuda, torch.xpu):
@@ -171,9 +171,10 @@ def left_a_wait(error: BaseException | None) -> bool:
 
 
 def unwaited() -> list[tuple[str, str]]:
-    """Return operation and caller of this call's collectives that were not waited for.
+    """Return, and forget, this call's collectives that were not waited for.
 
-    They are then forgotten.
+    Returns:
+        Operation and caller of each.
     """
     unwaited_ops = [(op, caller) for op, caller, _ in _unwaited.values()]
     _unwaited.clear()
@@ -376,8 +377,8 @@ def _resolved(group: Any) -> Any:
 def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
     """Return a group's name, and the ranks of its members in the world.
 
-    The name is the same on all members. The ranks are empty if unknown, which may
-    differ: a backend may connect when some members have not made the group yet.
+    The name is the same on all members. The ranks are empty if unknown. Some members
+    may know them and others not: a backend may connect before all have made the group.
     """
     default = dist.group.WORLD
     size = writer.size if default is None else default.size()

@@ -72,7 +72,7 @@ class RecordWriter:
     def enter(
         self, place: Place, record: tuple[int, int] | None = None
     ) -> tuple[int, int]:
-        """Note the rank's :class:`Place`, which says what it waits for from now on.
+        """Note the :class:`Place` at which the rank is from now on.
 
         Args:
             place: Place of the thread that made this writer; calls on other threads

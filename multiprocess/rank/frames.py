@@ -36,7 +36,7 @@ def line_outside(frame: FrameType, files: tuple[str, ...]) -> str:
     """Return file and line of the innermost frame outside of these files.
 
     Args:
-        frame: Innermost frame; its own line is returned if no other one is outside.
+        frame: Innermost frame; its own line is returned if all frames are inside.
         files: Folders, or files.
     """
     outside = (

@@ -299,7 +299,7 @@ class WideSettings:
         self._before_its_end = settings()
 
     def end(self) -> None:
-        """Keep what the teardown has changed; undo what it has left."""
+        """Keep what the fixture's teardown changed; undo what its setup changed."""
         if self._before_its_end is not None:
             keep_changes(self._before_its_end)
         undo_changes(self._changes)

@@ -50,7 +50,8 @@ def allow_present(*, only: bool = False) -> None:
     Only threads that run Python code count. Threads allowed earlier stay allowed.
 
     Args:
-        only: True to forget the threads allowed before, at the start of a call.
+        only: True at the start of a call: forget the threads allowed before, and note
+            the files of stdout and stderr.
     """
     global _allowed_group, _files
     if only:

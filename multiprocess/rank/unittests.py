@@ -28,7 +28,7 @@ EXIT_0 = Left("exit", "SystemExit", "0")
 
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_TORCHRUN = ("MASTER_ADDR", "MASTER_PORT")
-"""Environment variables with torchrun's address, which a rank sets anew."""
+"""Environment variables with torchrun's address, which a rank does not get."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class CaseRef:
 
     method: str
     env: Mapping[str, str]
-    """Values in the parent of variables that a rank sets anew; empty under torchrun."""
+    """Values in the parent of variables that a rank sets anew or does not get; empty
+    under torchrun."""
 
     @classmethod
     def of(cls, test: unittest.TestCase) -> CaseRef:
@@ -59,6 +60,9 @@ def run_process_test(
         case: The test.
         file_name: File for the rendezvous.
         settings: Further arguments of the class's ``_run``.
+
+    Returns:
+        Early end of the test, such as a skip; else None.
     """
     _patch_run_test()
     with _as_in_a_child(case) as cls:
@@ -79,6 +83,9 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
     Args:
         case: The test.
         file_name: File for the rendezvous, if the process group must be created.
+
+    Returns:
+        Early end of the test, such as a skip; else None.
     """
     import torch.distributed as dist
 
@@ -219,7 +226,7 @@ def _leave_process(run: Callable[[], object]) -> Left | None:
             raise
         if not error.code:
             return EXIT_0
-        # Other ranks must see what they would see of a process that has ended.
+        # Exit for real, so that the other ranks lose the connection.
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         linux.flush_standard_streams()

@@ -402,7 +402,7 @@ def pickled_result(value: object) -> bytes:
     """Return the pickled result of a function.
 
     Raises:
-        NotPicklableError: It cannot be pickled.
+        NotPicklableError: The result cannot be pickled.
     """
     from ..errors import NotPicklableError
 

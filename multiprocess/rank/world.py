@@ -139,7 +139,7 @@ class World:
         from .flight_recorder import placed
 
         self.store.set(f"done/{self.rank}", "")
-        # over the time limit
+        # RuntimeError: the limit has passed
         with placed(Place.DONE), contextlib.suppress(RuntimeError):
             self.store.wait(
                 [f"done/{rank}" for rank in range(self.world_size)],
@@ -155,10 +155,7 @@ class World:
 
 
 def _for_all(error: BaseException) -> bytes | None:
-    """Return a pickled error that all ranks can raise; None if it cannot be pickled.
-
-    Of exceptions that are no ``Exception`` only pytest's early ends are pickled.
-    """
+    """Return an error pickled for the other ranks; None if they cannot raise it."""
     from .endings import early_end
 
     early = early_end(error)
