@@ -78,8 +78,8 @@ class _Measured(NamedTuple):
     def divisor(self) -> torch.Tensor | None:
         """Return the divisor by which a kernel unscales and clips, (), fp32.
 
-        None if fp32 cannot hold it. On an accelerator the range is not checked, because
-        a check would synchronise: a norm beyond fp32 then clips to zero.
+        Returns None if fp32 cannot hold the divisor. On an accelerator the range is not
+        checked, because a check would synchronise: a norm beyond fp32 clips to zero.
         """
         factor, divisor = self.factor, self.carried
         if isinstance(factor, torch.Tensor) or isinstance(divisor, torch.Tensor):
@@ -338,7 +338,7 @@ class ScalerCore(_TorchGradScaler):
         *,
         fused: bool,
     ) -> Any:
-        # Steps or skips; ``grad_scale`` is what a kernel is still to divide by.
+        # Step or skip. ``grad_scale`` is the divisor that a fused kernel must apply.
         optimizer = part.optimizer
         if "grad_scaler" in kwargs:
             result = optimizer.step(*args, **kwargs)
@@ -532,8 +532,8 @@ class ScalerCore(_TorchGradScaler):
         call: float,
         exchanges: int,
     ) -> None:
-        # A call has raised, before the first sync since ``exchanges``: the other ranks
-        # hear of it, and the iteration begins anew.
+        # A call has raised. Tell the other ranks, unless it has synced since
+        # ``exchanges``; then the iteration begins anew.
         is_told = self._tell(error, exchanges, part, method, call)
         scale = self._scale_or_one()
         self._iteration.begin_anew(error, part, self._sync, scale, is_told=is_told)
@@ -567,8 +567,8 @@ class ScalerCore(_TorchGradScaler):
         call: float = CHECK,
         refuses: float = 0.0,
     ) -> bool:
-        # Tell the other ranks of an error before the sync of a call, which is not among
-        # ``exchanges``. Returns True if they know of it.
+        # Tell the other ranks of an error, unless the call has synced since
+        # ``exchanges``. Returns True if they know of the error.
         if not isinstance(error, Exception) or exchanges != self._sync.exchanges:
             is_heard = isinstance(error, (PeerFailedError, RanksDisagreeError))
             return is_heard or self._sync.is_void or self._sync.told == id(error)
@@ -640,7 +640,7 @@ def _makes_momentum(optimizer: Any) -> bool:
 
     torch's fused SGD creates uninitialised buffers for a whole group, which the kernel
     fills. A kernel that skips does not fill them, and the next step reads uninitialised
-    memory (B21).
+    memory.
     """
     try:
         for group in optimizer.param_groups:

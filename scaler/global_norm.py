@@ -111,7 +111,7 @@ class GradsByMesh(dict[Layout, Gradients]):
     """Local gradients by layout, then by device and dtype.
 
     Attributes:
-        kinds: hash of a mesh -> hash of its axes and its number of elements.
+        kinds: hash of a mesh -> its kind as a number; see [Note: Each replica once].
     """
 
     kinds: Mapping[float, float] = {}
@@ -152,7 +152,7 @@ def grads_by_mesh(
         group: ranks that sync; None if this rank syncs with no other.
         allow_fp16: false to raise for an fp16 gradient.
         only_identified: true to leave out gradients whose replicas are unknown. Right
-            after a table these are zeros.
+            after the ranks exchanged a table, only gradients of zeros are unknown.
 
     Raises:
         ValueError: there is an fp16 gradient and ``allow_fp16`` is false; or a mesh has
@@ -237,7 +237,8 @@ def _told_apart(
 def _held_by(
     layout: Layout, meshes: float | None, elements: int
 ) -> tuple[Layout, float]:
-    # The layout and kind of gradients that these meshes hold; None if that is unknown.
+    # Layout and kind of gradients. ``meshes`` is a hash of the meshes that hold them;
+    # None if unknown.
     if meshes is None:
         return layout, _kind_of(layout.kind, f"{elements}")
     kind = _kind_of(layout.kind, f"held by {meshes}")
@@ -398,8 +399,8 @@ def norm_on_host(
     Args:
         entries: (mesh, kind, norm) of all ranks; unused ones have mesh 0.
         norm_type: order of the norm; may be infinite.
-        checks: ``"bits"``: replicas must have been identified by their bits.
-            ``"sums"``: or they have equal sums. ``""``: they have just been identified.
+        checks: condition for a norm. ``"bits"``: replicas were identified by their
+            bits. ``"sums"``: identified, or their sums are equal. ``""``: none.
     """
     # what is zero adds nothing, and need not be identified
     used = [entry for entry in entries if entry[0] and entry[2]]
@@ -428,7 +429,7 @@ def _must_identify(
     norm_type: float,
     checks: Checks,
 ) -> bool:
-    # Find out if it is unknown which parameters of some mesh others hold as well.
+    # True if parameters of some mesh may have replicas that are not identified.
     families: dict[float, list[float]] = defaultdict(list)
     for mesh, kind in kinds.items():
         families[kind // _FAMILY].append(mesh)

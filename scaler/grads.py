@@ -100,8 +100,8 @@ def gradients_of(optimizer: Any) -> tuple[list[Any], list[torch.Tensor] | None]:
     Raises:
         AssertionError: a parameter is not a tensor.
     """
-    # The loops over parameters are what many small gradients cost: they stay in C, or
-    # are comprehensions.
+    # Loops over parameters dominate the cost of many small gradients. So they stay in
+    # C, or are comprehensions.
     try:
         with DisableTorchFunctions():
             gradients: list[Any] = [
@@ -389,7 +389,7 @@ def scaled_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def _in_fp64(tensors: list[torch.Tensor], norm_type: float) -> Norms:
-    # Of any order and every class of tensors.
+    # For any order of the norm and any class of tensors.
     each = [scaled_norm(tensor, norm_type) for tensor in tensors]
     if {*map(type, each)} == {torch.Tensor}:
         return _listed(torch.stack(each)) if each[0].is_cpu else torch.stack(each)

@@ -50,7 +50,7 @@ class Part:
         has_gradients: True if its last check saw a gradient on this rank.
         stepped_on: weak references to the gradients of its step, if a later call in the
             iteration raised; the next step must use other tensors.
-        caller: method that the user called, where it is about to call `unscale_`.
+        caller: method that the user called, if it calls `unscale_` next; else empty.
     """
 
     optimizer: Any = None
@@ -234,7 +234,7 @@ class Iteration:
         return math.nan if self.passed_none else float(len(self.due()))
 
     def due(self) -> list[Part]:
-        """Return the parts on whose step the ranks have agreed, which is to come.
+        """Return the parts whose step the ranks have agreed on and is still to come.
 
         A step without gradients changes nothing and may be left out.
         """

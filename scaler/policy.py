@@ -80,7 +80,7 @@ class Policy:
         }
 
     def check_start(self, scale: float) -> None:
-        """Raise InvalidSettingError if the first scale is outside the limits."""
+        """Raise InvalidSettingError if a new scale is outside the limits."""
         if not self.min_scale <= scale <= self.max_scale:
             raise InvalidSettingError(
                 f"The scale ({scale}) is outside the policy's limits "

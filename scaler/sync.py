@@ -347,7 +347,7 @@ class OverflowSync:
         on_read: called with each result and its rows when the host has read them.
 
     Attributes:
-        settles: number of iterations whose rows the host always reads at once.
+        settles: number of first iterations whose rows the host reads at once.
         sent: number of rows sent in this iteration.
         exchanges: number of rows sent so far.
         is_void: True if every rank knows that a call raised, and no row was sent since.
@@ -427,7 +427,8 @@ class OverflowSync:
                 it.
 
         Returns:
-            The result, read unless that would synchronise.
+            The result; the host has read it, or reads it at its next sync. See
+            [Note: When the host reads].
 
         Raises:
             PeerFailedError: another rank raised.

@@ -1,4 +1,4 @@
-"""Every private name of torch that the scaler uses, one function each.
+"""Private names of torch that the scaler uses, each bound or wrapped once.
 
 ``tests/scaler/test_torch_internals.py`` asserts that each name exists with the expected
 signature. So a change in torch fails that test, and does not make a norm wrong.
