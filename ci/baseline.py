@@ -133,7 +133,7 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
 
     Args:
         reports: repeated runs of the same code.
-        without: statuses that are left out. Later reports must pass these checks.
+        without: statuses that are stored as "". Later reports must pass these checks.
 
     Raises:
         BaselineError: if the reports differ in their cases or in an exact field.
@@ -156,7 +156,7 @@ def make_baseline(reports: Sequence[Report], without: Sequence[str] = ()) -> Bas
 
 
 def _check_repeat(first: Report, other: Report, number: int) -> None:
-    """Raise if a report repeats no run of the first one's code, or is the first one."""
+    """Raise if a report is a copy of the first one, or is of other code or data."""
     if other == first:  # also in the seconds that each case took
         raise BaselineError(
             f"report {number} is report 1, and shows no noise: run the command again"

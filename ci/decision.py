@@ -82,7 +82,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 def decide(report: Report, terms: Terms) -> Decision:
     """Check a report against the terms.
 
-    The order of its cases, its dates and its timings do not matter.
+    The order of the cases does not matter, nor do dates and timings in the report.
     """
     # If a report contradicts itself, no other reason counts.
     broken = [Reason(kind="invalid", text=text) for text in contradictions(report)]
@@ -205,7 +205,7 @@ def _expired(terms: Terms, report: Report) -> Iterator[str]:
 def _idle(live: Sequence[Expectation], checked: Sequence[Checked]) -> Iterator[str]:
     """Yield a line for each expectation that has no effect.
 
-    It matches no verdict, or only verdicts with a status that it does not expect.
+    Such an expectation matches no verdict, or only verdicts with another status.
     """
     for entry in live:
         matched = [c for c in checked if entry.matches(c.case, c.verdict)]

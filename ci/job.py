@@ -46,7 +46,11 @@ UNKNOWN = Address(host="GIT-HOST", path="OWNER/gradparity", known=False)
 
 
 def parse_address(text: str) -> Address | None:
-    """Parse ``https://HOST/OWNER/NAME[.git][@REVISION]`` or ``git@HOST:OWNER/NAME``."""
+    """Parse ``https://HOST/OWNER/NAME[.git][@REVISION]`` or ``git@HOST:OWNER/NAME``.
+
+    Returns:
+        The address; None for a text of another form.
+    """
     text = re.sub(r"^git@([\w.-]+):", r"https://\1/", text.removeprefix("git+"))
     parts = urlsplit(text)
     path, _, revision = parts.path.strip("/").partition("@")

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program name; ``sys.argv[1:]`` if None.
 
     Returns:
-        The exit code: 0 pass, 1 violations, 2 usage, 3 no verdict, 4 inconclusive.
+        The exit code: 0 pass, 1 violations, 2 usage, 3 no verdict, 4 inconclusive;
+        ``record`` returns the job's own.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if needs_agent():

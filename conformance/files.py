@@ -34,8 +34,8 @@ def read_whole(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        UsageError: if it cannot be read, is a symbolic link, pipe or device, or is
-            larger than :data:`MOST_BYTES`.
+        UsageError: the file cannot be read, is a symbolic link, folder, pipe, socket
+            or device, or is larger than :data:`MOST_BYTES`.
     """
     # O_NONBLOCK: opening a pipe would wait for its writer before it is refused
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -95,14 +95,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        # No command requires the arguments that it hands on to another program.
+        # argparse also names "...", the words for another program, which may be none.
         raise UsageError(message.removesuffix(", ..."))
 
     def check_options(self, arguments: Sequence[str]) -> None:
         """Raise for an unknown option and suggest a known one.
 
         Raises:
-            UsageError: names the option.
+            UsageError: an option is unknown; the message names it.
         """
         options = [name for name in self._option_string_actions if name[:2] == "--"]
         for word in arguments:
@@ -133,8 +133,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse a command line.
 
     Raises:
-        SystemExit: after help, or if an option is wrong.
-        UsageError: if options exclude each other.
+        SystemExit: after ``--help`` or ``--version``, or without arguments.
+        UsageError: if an option is wrong, or options exclude each other.
     """
     parser, commands = _parsers()
     if not arguments:

@@ -344,11 +344,11 @@ def _blocks(
 ) -> tuple[tuple[str, ...], bool]:
     """Return names of repeated blocks, or names of their containers and True.
 
-    Only the outermost blocks count. A block is a child of a ``ModuleList``,
-    ``ModuleDict`` or ``Sequential`` that was called once and has children, or more than
-    two parameters.
-    ``fully_shard`` gathers the parameters of a block only for its call, so other
-    modules must not use them.
+    A block is a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at
+    least two blocks of one type. Forward calls a block once. A block has children, or
+    more than two parameters. Other modules must not use these parameters, because
+    ``fully_shard`` gathers them only for the call of the block. Only the outermost
+    blocks count.
     """
     containers: list[str] = []
     names: list[str] = []

@@ -65,7 +65,7 @@ def load(spec: str) -> Any:
     """Import ``module:attribute``, also from the current folder.
 
     Raises:
-        UsageError: if it does not exist.
+        UsageError: if the module or the attribute does not exist.
     """
     look_in(os.getcwd())  # a script's path is where it is installed
     with as_usage(ValueError):

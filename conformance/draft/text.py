@@ -51,8 +51,8 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
 def refusal(text: str) -> str:
     """Return why a workload file is rejected before its first run; "" if it is not.
 
-    This process imports the file as a workload. It then checks two models and their
-    batches, forward, backward and the optimizer.
+    This process imports the file as a workload, and makes the checks of
+    ``check_workload``.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Choose a new name: the file may have the name of a user's module.

@@ -64,7 +64,7 @@ class Bundle:
             name: name of the definition there.
 
         Returns:
-            Our module that defines it; empty if it is from another package.
+            Our module that defines the name; empty if another package does.
         """
         if not _is_ours(module):
             self._imports.add((module, name, name))

@@ -92,12 +92,12 @@ def micro_batches(
     unsynced: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
     counted: bool = False,
 ) -> None:
-    """Run backward for each micro-batch, from ``start``(loss, index, count).
+    """Run backward on ``start(loss, index, count)`` for each micro-batch.
 
     Args:
         training: training of this rank.
         step: number of the step.
-        start: scales a loss.
+        start: scales the loss of micro-batch ``index`` of ``count``.
         unsynced: context of every micro-batch except the last.
         counted: true if the loss is (sum, count).
     """

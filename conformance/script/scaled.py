@@ -22,7 +22,7 @@ State = tuple[float, int | None]  # scale, and good steps since its last growth
 class Scaled:
     """Calls of a scaler in a step, and their expected effects."""
 
-    skips = False  # whether the last step was one to skip
+    skips = False  # True if the last step had to be skipped
 
     def __init__(
         self,

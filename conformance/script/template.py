@@ -50,14 +50,14 @@ class Run:
     passes: Callable[..., None]  # forward and backward of a step
     seed: int = 0
     parallel: bool = True  # parallelize is called
-    policy: tuple[Any, ...] = ()  # further arguments of it
+    policy: tuple[Any, ...] = ()  # further arguments of parallelize
     loss_factor: float = 1.0
     autocast: torch.dtype | None = None  # of the forward pass
     limit: float = 1e-4  # of relative errors: far above the rounding of correct runs
-    parts: Callable[[Any], list[Any]] = lambda batch: [batch]  # its micro-batches
+    parts: Callable[[Any], list[Any]] = lambda batch: [batch]  # cuts a batch
     placed: Callable[..., Any] | None = None  # reads weights() and gradients()
     clip_norm: float = math.inf
-    order: Callable[[Any], Any] = list  # of an optimizer's parameters
+    order: Callable[[Any], Any] = list  # sorts an optimizer's parameters
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ class Training:
 
     def __init__(self, run: Run, work: Any, mesh: Any) -> None:
         self.run, self.work, self.mesh = run, work, mesh
-        self.share, self.shares = 0, 1  # which rows this rank sees, of how many parts
+        self.share, self.shares = 0, 1  # part of the rows, number of parts
         for axis in run.data_axes if mesh else ():
             self.share = self.share * run.mesh[axis] + mesh.get_local_rank(axis)
             self.shares *= run.mesh[axis]
         if mesh and run.placed:
             self.module = self.build()
             placed_weights = run.placed(work.weights(self.module), self.shapes)
-        else:  # a first layout holds element numbers; some keep the last stack made
+        else:  # numbered weights first: some workloads keep the last model they made
             twin = self.named(self.build(numbered=True))
             self.module = self.build()
             placed_weights = {
@@ -92,7 +92,7 @@ class Training:
         self.params = {name: tensor for name, (tensor, _) in placed_weights.items()}
         self.places = {name: places for name, (_, places) in placed_weights.items()}
         self.handed: dict[str, Tensor] = {}
-        self.steps: list[list[str]] = []  # what optimizers that now step were handed
+        self.steps: list[list[str]] = []  # names that each running step has recorded
         pairs = [(n, p) for n, p in self.params.items() if p.requires_grad]
         self.own = hasattr(work, "train_step")
         if not (mesh and self.own):
@@ -189,7 +189,7 @@ class Training:
     def keep(self, optimizer: Any) -> None:
         """Record the first gradients that an optimizer has in a step."""
         self.find()
-        for outer in self.steps[:-1]:  # they step through this one, which decides
+        for outer in self.steps[:-1]:  # a wrapper's step: the inner one counts
             while outer:
                 del self.handed[outer.pop()]
         scale = getattr(optimizer, "grad_scale", None)  # fused ones divide by it

@@ -10,8 +10,9 @@ batches and once with two micro-batches.
 
 ``quick`` covers every choice (topology, precision, optimizer, parameter order, recipe,
 faults, model) at least once, ``default`` every pair, ``full`` every triple. Each of
-them also drives the scale to its limits. All presets have equal checks. Scenarios that
-add the most new choices for their cost come first, so that a common fault shows early.
+them also drives the scale to its limits. All presets make the same checks. Scenarios
+that add the most new choices for their cost come first, so that a common fault shows
+early.
 """
 
 from __future__ import annotations
@@ -466,7 +467,7 @@ def _plain_runs(selection: Selection, **choices: str) -> Iterator[Scenario]:
 
 
 def not_tried(selection: Selection) -> list[str]:
-    """Return the meshes and recipes that a workload's presets leave out, and why."""
+    """Return lines that say what a workload's presets do not test, and why."""
     if not selection.workload:
         return []
     resolved, names = selection.resolved, columns(selection)

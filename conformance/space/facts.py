@@ -73,7 +73,7 @@ class WorkloadFacts:
     rows: int
     """Number of rows of the global batch."""
     counts: int
-    """Number of counts of the loss: 0 for a mean, 1 for (sum, count)."""
+    """Number of counts of the loss: 0 for a mean, 1 for each pair (sum, count)."""
     widens: bool
     """True if the model creates or keeps tensors that must be fp64 in an fp64 run."""
     differentiates: bool

@@ -49,9 +49,9 @@ def recompute_in_backward(model: nn.Module) -> Recomputed:
 
     Parts are the members of each ``ModuleList``, ``ModuleDict`` and ``Sequential``, and
     elsewhere the largest modules that contain none of these. A module without
-    parameters is no part. Only the ``forward`` of a part is replaced: names, types and
-    hooks stay, so that any layout can follow. The hooks of a part then run outside of
-    the recomputation, as in ``fully_shard(checkpoint(block))``.
+    parameters is not recomputed. Only the ``forward`` of a part is replaced: names,
+    types and hooks stay, so that any layout can follow. The hooks of a part then run
+    outside of the recomputation, as in ``fully_shard(checkpoint(block))``.
 
     Args:
         model: model before ``parallelize``.

@@ -211,8 +211,8 @@ class Scenario:
     def resume_step(self) -> int:
         """Step before which a recipe resumes; 0 if there is a single step.
 
-        It is past the middle: after an odd number of steps both the scale and the
-        growth tracker differ from a new scaler's.
+        The middle, rounded up: after 3 of 5 steps both the scale and the growth tracker
+        differ from a new scaler's.
         """
         return min((self.steps + 1) // 2, self.steps - 1)
 

@@ -281,7 +281,10 @@ def _calls(
 
 
 def _check_gradients(workload: ResolvedWorkload, model: nn.Module) -> None:
-    """Check that some gradient is not zero: a few parameters may be unused."""
+    """Check that gradients are dense, and that at least one is not zero.
+
+    A few parameters may be unused.
+    """
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     for name, parameter in named:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
