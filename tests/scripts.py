@@ -17,6 +17,8 @@ class Scripts:
 
     def __init__(self, folder: Path, python: list[str]) -> None:
         self.path, self.python = folder / "script.py", python
+        self.limit_s = 120
+        """Seconds for which the ranks of a script wait for each other."""
 
     def __call__(self, scaler: str, scenario: str) -> tuple[int, str]:
         """Return the exit code of a scenario's script, and its output."""
@@ -26,7 +28,10 @@ class Scripts:
     def _run(
         self, scaler: str, scenario: str, errors: int
     ) -> subprocess.CompletedProcess[str]:
-        self.path.write_text(standalone_script(Scenario.parse(scenario), scaler))
+        script = standalone_script(Scenario.parse(scenario), scaler)
+        assert "LIMIT = timedelta(seconds=120)" in script
+        limit = f"LIMIT = timedelta(seconds={self.limit_s})"
+        self.path.write_text(script.replace("LIMIT = timedelta(seconds=120)", limit))
         return subprocess.run(
             [*self.python, str(self.path)],
             stdout=subprocess.PIPE,
