@@ -50,8 +50,8 @@ def update(
         show: called with each line that the gate would print for the first report,
             checked against the old baseline. The last call has the number of these
             lines.
-        expectations: known violations. They are not written into the baseline, so a
-            later gate needs the same expectations.
+        expectations: known violations, which are not written into the baseline: a later
+            gate needs the same expectations.
         accept_failures: true to write failures into the baseline.
 
     Returns:

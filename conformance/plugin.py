@@ -1,7 +1,7 @@
 """The pytest plugin: ``--gradparity-scaler`` runs the catalogue as tests.
 
-It is loaded in every pytest session of the environment, so it imports nothing heavy:
-``suite.py`` is imported when a session has the option.
+The plugin is loaded in every pytest session of the environment, so it imports nothing
+heavy: ``suite.py`` is imported when a session has the option.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ForkserverError(HarnessError):
 class CallEnded(BaseException):
     """Raised on a rank when the call has failed on another rank.
 
-    The rank leaves the function through ``finally`` and teardown. It is a
+    The rank leaves the function through ``finally`` and teardown. The error is a
     ``BaseException``, so that tests do not catch it by ``except Exception``.
     """
 

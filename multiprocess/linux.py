@@ -19,10 +19,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _REAL_TIME = hasattr(signal, "SIGRTMAX")
 
 STACKS_SIGNAL: int = signal.SIGRTMAX - 2 if _REAL_TIME else signal.SIGUSR2
-"""Signal that makes a rank dump its stacks; one that tests do not use."""
+"""Signal that makes a rank dump its stacks; tests are unlikely to use it."""
 
 END_SIGNAL: int = signal.SIGRTMAX - 3 if _REAL_TIME else signal.SIGUSR1
-"""Signal that makes a rank leave the function: see ``CallEnded``."""
+"""Signal that makes a rank raise ``CallEnded`` in the function that it runs."""
 
 
 def now_s() -> float:

@@ -112,7 +112,7 @@ class Failed:
 
 
 class RankState(enum.Enum):
-    """How a call ended on one rank."""
+    """State of a rank at the end of a call."""
 
     OK = "ok"
     """The function returned."""
@@ -135,13 +135,13 @@ class RankState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """How one call ended on one rank."""
+    """Outcome of one call on one rank."""
 
     rank: int
     """Rank in the world."""
 
     state: RankState
-    """How the call ended."""
+    """State of the rank at the end of the call."""
 
     value: Any = None
     """Return value of the function (``OK`` only), a ``Left``, or the ``value`` of a

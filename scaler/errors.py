@@ -13,8 +13,8 @@ from typing import Any
 class InvalidSettingError(ValueError, AssertionError):
     """A setting with which no run can work.
 
-    It is also an ``AssertionError``, because ``torch.amp.GradScaler`` raises that for
-    two of these settings and callers may catch it.
+    The class is also an ``AssertionError``, because ``torch.amp.GradScaler`` raises an
+    ``AssertionError`` for two of these settings, and callers may catch it.
     """
 
 

@@ -163,7 +163,7 @@ class GradScaler(ScalerCore):
         """Divide this optimizer's gradients by the scale, and sync found_inf.
 
         Optional: use it to inspect or change gradients before `step`. Call it once per
-        optimizer and iteration, after all gradients are accumulated. It makes one
+        optimizer and iteration, after all gradients are accumulated. A call makes one
         collective if several ranks sync. As in torch, a gradient that two optimizers
         share is divided twice.
 

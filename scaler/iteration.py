@@ -315,7 +315,7 @@ class OptimizerRecords:
     Optimizers are distinguished by identity: one may be unhashable, or compare equal to
     another. Optimizers that share their ``param_groups``, such as a wrapper and the
     optimizer inside, have one record. torch's ``load_state_dict`` creates new groups
-    around the old lists of parameters; they count as the same. An optimizer that
+    around the old lists of parameters; such groups count as the same. An optimizer that
     supports no weak references is kept alive.
     """
 

@@ -26,10 +26,10 @@ def workload_text(source: Source, found: Found, module: str, refused: str = "") 
     """Return the text of a workload file.
 
     Args:
-        source: how the model is created.
+        source: source text that creates the model.
         found: facts about the model: inputs, output, blocks.
         module: name by which the file is imported.
-        refused: why the file is rejected as it is; becomes a TODO.
+        refused: reason why the file is rejected as it is; becomes a TODO.
     """
     return filled(
         _TEMPLATE,

@@ -1,8 +1,7 @@
 """Bundle definitions of our modules, with all that they need, into one text.
 
-A standalone script is made in this way. It holds the source of functions and classes
-that are linted, typed and tested here, and imports only what these import from other
-packages.
+A standalone script is such a text: source of functions and classes that are linted,
+typed and tested here. The script imports only what these import from other packages.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Write a violation as a standalone script for a bug report.
 
 The script needs only torch, the tested scaler's package, and the module of a user's
-workload. It consists of ``template.py``, the workload (the user's class, or the source
-of the built-in model and layout) and, for a scaler, ``scaled.py``. It compares the
-gradients of each step, and the weights after it, with one process in fp64, and the
-scaler with its documented rule. It prints one line for each difference; its exit code
-is then 1. It cannot show violations of finer checks; its exit code is then 0.
+workload. A script consists of ``template.py``, the workload (the user's class, or the
+source of the built-in model and layout) and, for a scaler, ``scaled.py``.
+
+A script compares the gradients of each step, and the weights after the step, with one
+process in fp64, and the scaler with its documented rule. If there are differences, the
+script prints one line for each, and its exit code is 1. Scripts do not make finer
+checks: a scenario that fails only such a check gives exit code 0.
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ def write_standalone(path: Path, scenario: Scenario, scaler_spec: str) -> None:
     """Write the script to ``path`` atomically.
 
     Raises:
-        UsageError: as for :func:`standalone_script` and :func:`refuse_other_file`.
+        UsageError: see :func:`standalone_script` and :func:`refuse_other_file`.
     """
     refuse_other_file(path, scaler_spec, scenario.model)
     write_whole(path, standalone_script(scenario, scaler_spec))

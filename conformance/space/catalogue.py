@@ -445,9 +445,8 @@ def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
 def _longer(selection: Selection) -> Iterator[Scenario]:
     """Yield a run with six backward passes a step, and a run with more steps.
 
-    Both use the largest mesh of a workload; a run that does not fit is left out. They
-    come last, and not in the preset ``quick``: few faults need these runs, and they
-    take long.
+    Both runs use the largest mesh of a workload; a run that does not fit is left out.
+    They come last, and not in the preset ``quick``: few faults need these long runs.
     """
     if not selection.workload:
         return

@@ -38,8 +38,8 @@ def generators_of(module: nn.Module) -> list[torch.Generator]:
 def turn_off_random_layers(stack: object) -> None:
     """Set the probability of every random layer to 0, so that runs can be compared.
 
-    This sets torch's dropouts. It also sets attributes of modules and of their classes,
-    if the name contains ``drop`` or ``jitter`` and the value is from 0 to 1. Torch's
+    Torch's dropouts are set, and attributes of modules and of their classes whose name
+    contains ``drop`` or ``jitter`` and whose value is from 0 to 1. Torch's
     attention and recurrent layers and transformers' models have such attributes.
 
     Args:

@@ -1,11 +1,11 @@
 """Agents of a run: which are present, which are gone, and why.
 
 Each agent stores a ``Member`` record when it joins, and then sends a heartbeat once a
-second. When it is asked to end it sets the flag ``here/RANK``, and it stores its error
-under ``cause/RANK``.
+second. An agent that torchrun asks to end sets the flag ``here/RANK``. An agent that
+fails stores its error under ``cause/RANK``.
 
-All records together identify the run. Each has a new random number, so the agents of a
-run reject what was signed for another run.
+All records together identify the run. Each record has a new random number, so agents
+reject values that were signed for another run.
 
 A broken network link gives no signal: a connection over it waits for a quarter of an
 hour before it fails. So each side has its own limit:

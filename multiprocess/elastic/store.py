@@ -140,7 +140,7 @@ class SignedStore:
 
         Args:
             key: Key of the value.
-            limit_s: How long to wait.
+            limit_s: Longest wait.
             check: Called repeatedly while waiting; an exception ends the wait.
             author: Rank that must have signed the value.
 
@@ -170,7 +170,7 @@ class SignedStore:
         Args:
             stream: Name of the stream of messages.
             number: Number in the stream; larger than all that were taken before.
-            limit_s: How long to wait.
+            limit_s: Longest wait.
             check: Called repeatedly while waiting.
             author: Rank that must have signed the message.
             readers: Number of processes that take the message.
@@ -199,7 +199,7 @@ class SignedStore:
         """Set an unsigned flag.
 
         Returns:
-            How often it has been set, including this time.
+            Number of times that the flag was set, including this one.
         """
         return self.raw.add(key, 1)
 

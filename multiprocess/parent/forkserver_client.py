@@ -145,7 +145,7 @@ class ForkserverClient:
 
         Args:
             modules: Names of modules; slow ones that the parent has imported are added.
-            limit_s: How long an earlier import may still take.
+            limit_s: Longest time that an earlier import may still take.
 
         Raises:
             ForkserverError: An earlier import failed, or the server did not answer.

@@ -61,7 +61,7 @@ class SlotPool:
 
         Args:
             wanted: Number of slots.
-            limit_s: How long to wait for them.
+            limit_s: Longest wait for them.
 
         Yields:
             The names of the slots.
@@ -185,8 +185,8 @@ def visible_gpus(count: int | None = None) -> list[str]:
 def default_folder() -> Path:
     """Return the folder that all runs of this user on this host share.
 
-    It contains the host's name: hosts may share the home folder, but not cores or GPUs.
-    Lock files stay after a run, so they do not belong in the temporary folder.
+    The path contains the host's name: hosts may share the home folder, but not cores or
+    GPUs. Lock files stay after a run, so they do not belong in the temporary folder.
     """
     return cache_folder() / "slots" / socket.gethostname()
 

@@ -1,8 +1,8 @@
 """``--gradparity-adopt``: unchanged tests of torch's test classes run on warm ranks.
 
 torch's test classes have a few methods that start processes, send them work and wait
-for them. Those methods are replaced during the session; tests, their decorators and
-their classes are unchanged.
+for them. Only these methods are replaced during the session. Tests, their decorators
+and their classes are unchanged.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ def report_unended(item: pytest.Item, failure: WorldError) -> None:
 
     Args:
         item: Last test; the error counts as one of its teardown.
-        failure: How the ranks ended.
+        failure: Outcomes of the ranks.
     """
     report = pytest.TestReport(
         nodeid=item.nodeid,

@@ -51,7 +51,7 @@ def configure(config: pytest.Config) -> None:
 
 
 class Written(NamedTuple):
-    """An option as it was written."""
+    """A command-line option as the user wrote it."""
 
     dest: str
     flag: str
@@ -59,7 +59,7 @@ class Written(NamedTuple):
 
 
 class _Record(Action):
-    """Adds its option, as it was written, to ``namespace.written``."""
+    """Action of argparse that records an option's words, and stores no value."""
 
     def __call__(
         self, parser: object, namespace: Namespace, values: Any, flag: str | None = None
@@ -281,7 +281,7 @@ def temporary_folder(config: pytest.Config) -> str | None:
 
 
 def restore_subtest(report: Any, data: Mapping[str, Any]) -> None:
-    """Give a subtest the values that its rank sent; pytest 9 quotes their texts again.
+    """Give a subtest the values that its rank sent: pytest 9 would quote them twice.
 
     Args:
         report: Report made of ``data``; of a subtest or of a test.

@@ -1,7 +1,7 @@
 """The pytest plugin: ``@pytest.mark.world`` runs a test's body on every rank.
 
-It is loaded in every pytest session of the environment, so it imports nothing heavy:
-the code that runs worlds is imported with the first test that needs one.
+The plugin is loaded in every pytest session of the environment, so it imports nothing
+heavy: the code that runs worlds is imported with the first test that needs a world.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pytest session of a rank: it runs the tests that the parent names.
 
-It is like the session of a pytest-xdist worker. It lives as long as the rank, so
-fixtures keep their scopes; pytest itself runs setup, call and teardown.
+The session is like that of a pytest-xdist worker, and lives as long as the rank. So
+fixtures keep their scopes. pytest itself runs setup, call and teardown.
 """
 
 from __future__ import annotations
@@ -603,7 +603,7 @@ class _RankPlugin:
     ) -> Generator[None, object, object]:
         """Keep settings and threads of a fixture with a wider scope than a function.
 
-        They stay until the fixture is torn down.
+        Settings and threads stay until the fixture is torn down.
         """
         from ..rank import left_behind
 

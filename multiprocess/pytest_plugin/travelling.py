@@ -11,7 +11,7 @@ from . import internals
 
 
 class Travelling:
-    """A value that the parent unpickles apart, since its class may be unknown there.
+    """A value that the parent unpickles separately: its class may be unknown there.
 
     Args:
         value: Value to send.
@@ -44,7 +44,7 @@ def travelling(value: Any) -> Any:
 def is_plain(value: object) -> bool:
     """Return True for values that consist of Python's own types and of paths.
 
-    A class of a test module or conftest is another one in each process.
+    Each process has its own classes of test modules and conftests.
     """
     try:
         return _is_plain(value)

@@ -1,4 +1,4 @@
-"""How a test ends on a rank: passed, failed, skipped, or never run.
+"""Endings of a test on a rank: passed, failed, skipped, or never run.
 
 For pytest and unittest some exceptions are not failures. Such an exception must not
 hide a failure of the same test, in its teardown or on another rank.

@@ -1,6 +1,6 @@
 """The server that imports torch once and forks ranks from itself.
 
-It runs in a separate process, is connected to its client by one socket, and:
+The server runs in a separate process, is connected to its client by a socket, and:
 
 1. receives the client's import path, imports the modules to preload, answers "ready";
 2. forks one rank for each request, which carries the rank's pipes;

@@ -1,6 +1,6 @@
 """Threads, collectives, process groups and streams that a call leaves when it ends.
 
-Each may interfere with the next call on the same ranks. Then an innocent test fails.
+They may interfere with the next call on the same ranks, so that a correct test fails.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def allow_present(*, only: bool = False) -> None:
 
 
 def describe() -> str:
-    """Describe what the call left behind; return "" if that is nothing."""
+    """Describe what the call left behind; return "" if it left nothing."""
     left = _threads_left()
     for _ in range(_LOOKS):
         if not left:

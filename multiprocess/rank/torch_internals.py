@@ -1,7 +1,7 @@
 """Every private name of torch that the code on the ranks uses.
 
-Those of torch's test classes are in :mod:`.unittests` and in the pytest plugin's
-``adopt``.
+Private names of torch's test classes are in :mod:`.unittests` and in the pytest
+plugin's ``adopt``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ CONNECTS: tuple[CodeType, ...] = tuple(
     for backend in ("gloo", "nccl", "nccl2", "nccl_lazy", "ucc", "xccl")
     if (function := getattr(distributed_c10d, f"_create_{backend}_process_group", None))
 )
-"""Functions that connect the ranks of a new group, since torch 2.14. Before,
-``NEW_GROUP`` connected them."""
+"""Functions that connect the ranks of a new group, since torch 2.14. Before 2.14,
+``NEW_GROUP`` connected the ranks."""
 
 
 def process_groups() -> int:
