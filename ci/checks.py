@@ -119,7 +119,10 @@ def _step(verdict: Verdict) -> str:
 
 
 def _numbers(case: CaseRecord, old: BaselineCase) -> Iterator[Checked]:
-    """Check sequences, counts and ratios, unless the failure of a case has changed."""
+    """Check sequences, counts and ratios of a case.
+
+    A case that failed in the baseline and now has another status is not checked.
+    """
     # The cure of a failure may change the numbers of its case.
     if old.exact.status in FAILURES and case.status != old.exact.status:
         return

@@ -144,7 +144,7 @@ def _fork_forkserver() -> None:
         for name in (*PRELOAD, f"{__package__}.run.session"):
             importlib.import_module(name)
     finally:
-        gc.freeze()  # nor later, nor in the ranks
+        gc.freeze()  # do not look later either, nor in the ranks
         gc.enable()
         os.environ.clear()
         os.environ.update(before)

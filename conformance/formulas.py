@@ -66,9 +66,10 @@ def equal_but_for_rounding(
     Each tensor may differ by ``FP32_INSIDE`` of its own largest element, since a model
     may compute in fp32 inside. If large terms cancel in a tensor, their rounding
     remains. So a tensor may also differ by the rounding of the largest of all
-    gradients: fp32 rounding if most tensors show it, else fp64 rounding. So a small
-    gradient that depends on how rows are cut counts as a difference: for example the
-    gradient of a gate under its own weak loss.
+    gradients: fp32 rounding if most tensors show it, else fp64 rounding.
+
+    A small gradient that depends on how rows are cut still counts as a difference: for
+    example the gradient of a gate under its own weak loss.
     """
     if one.keys() != other.keys():
         return False

@@ -287,8 +287,8 @@ class Cluster(BaseCluster):
         if self._ranks is None:
             self._ranks = _started(self.spec, current_context())
             # Ends the ranks of a cluster that nobody closed; at exit the forkserver
-            # does. A method of the ranks, since one of the cluster would keep the
-            # cluster alive.
+            # ends them. A method of the ranks is called, because a method of the
+            # cluster would keep the cluster alive.
             self._finalizer = weakref.finalize(self, self._ranks.kill)
             self._finalizer.atexit = False
         return self._ranks

@@ -3,7 +3,7 @@
 - The two classes are torch's, with torch's names, errors and state (``grad_scaler``,
   ``sharded``). docs/deviations.md lists where they differ, and the defect that each
   difference fixes.
-- Every step, or a call before it, makes one collective. With it each rank sends its
+- Every step, or a call before it, makes one collective, in which each rank sends its
   findings and the state that must be equal, and gets those of all ranks (``sync``).
 - The scaler keeps no state about gradients: the last call on an optimizer determines
   what ``.grad`` holds.

@@ -295,8 +295,8 @@ class ScalerCore(_TorchGradScaler):
         # The factor of torch.nn.utils.clip_grad_norm_, in fp64.
         factor = max_norm / (norm + 1e-6)
         if isinstance(factor, torch.Tensor):
-            # The host does not know of the overflow, and counts gradients as divided. A
-            # factor of zero would leave no gradient to an optimizer that shares one.
+            # The host may not know of an overflow, and counts gradients as divided. A
+            # factor of zero would give zeros to an optimizer that shares a gradient.
             factor = torch.where(found_inf > 0.0, 1.0, factor.clamp(max=1.0))
         else:
             factor = min(factor, 1.0)  # min(nan, 1.0) is nan
@@ -361,8 +361,8 @@ class ScalerCore(_TorchGradScaler):
         # Call the optimizer, unless the host knows that the kernel would skip.
         optimizer, record = part.optimizer, part.record
         assert record is not None
-        own = getattr(optimizer, "grad_scale", None)  # torch's: the user's own
-        # An interrupted step may have left its value there: that is not the user's.
+        own = getattr(optimizer, "grad_scale", None)  # in torch a user may set this
+        # An interrupted step may have left the scaler's value, which is not the user's.
         if own is not None and own is not record.grad_scale:
             grad_scale = own if grad_scale is None else grad_scale * own
         # Copy the reference: the user may set one tensor before each step.

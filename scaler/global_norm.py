@@ -62,11 +62,11 @@ class Layout(NamedTuple):
     """Mesh and replication of gradients.
 
     Attributes:
-        mesh: hash of the mesh's ranks in the order of the mesh, negative. Once
-            ``replicas.py`` has identified the replicas it is a positive hash of that
-            number and of all meshes that hold the same parameters.
+        mesh: minus a hash of the mesh's ranks, in the order of the mesh. Once
+            ``replicas.py`` has identified the replicas: a positive hash of that number
+            and of all meshes that hold the same parameters.
         ranks: global ranks of the mesh, in ascending order.
-        kind: names of the axes of the mesh, and their sizes.
+        kind: names of the axes of the mesh, and their sizes; "plain" for plain tensors.
         copies: number of ranks of the mesh that hold each element.
     """
 

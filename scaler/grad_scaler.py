@@ -150,7 +150,7 @@ class GradScaler(ScalerCore):
         return scaled  # type: ignore[no-any-return]
 
     def _scaled(self, output: torch.Tensor) -> torch.Tensor:
-        # As torch has it, but torch.compile does not trace into torch's.
+        # The same as in torch, whose own method torch.compile does not trace.
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(output.device)
         assert self._scale is not None
@@ -162,10 +162,10 @@ class GradScaler(ScalerCore):
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Divide this optimizer's gradients by the scale, and sync found_inf.
 
-        Optional: use it to inspect or change gradients before `step`. Call it once per
-        optimizer and iteration, after all gradients are accumulated. A call makes one
-        collective if several ranks sync. As in torch, a gradient that two optimizers
-        share is divided twice.
+        Optional: use this method to inspect or change gradients before `step`. Call
+        `unscale_` once per optimizer and iteration, after all gradients are
+        accumulated. A call makes one collective if several ranks sync. As in torch, a
+        gradient that two optimizers share is divided twice.
 
         Args:
             optimizer: optimizer whose gradients are changed in place; None on a rank
@@ -218,7 +218,7 @@ class GradScaler(ScalerCore):
         Replaces `unscale_` and ``torch.nn.utils.clip_grad_norm_``. The norm is that of
         all gradients on all ranks that sync: shards are added, and each replica counts
         once (see [Note: Each replica once] in ``global_norm.py``). Afterwards ``.grad``
-        is unscaled and clipped. After an overflow it is invalid, and `step` will skip.
+        is unscaled and clipped; after an overflow it is invalid, and `step` will skip.
         `clip_and_step` is faster. A disabled scaler clips in the same way.
 
         Args:
@@ -232,8 +232,8 @@ class GradScaler(ScalerCore):
 
         Returns:
             (), fp32, on the device of the scale: the norm of the unscaled gradients
-            before clipping, the same on every rank; fp64 where fp32 cannot hold it. Not
-            finite after an overflow.
+            before clipping, the same on every rank. fp64 if fp32 cannot hold the norm.
+            Not finite after an overflow.
 
         Raises:
             InvalidSettingError: ``max_norm`` or ``norm_type`` is invalid.
@@ -324,7 +324,7 @@ class GradScaler(ScalerCore):
                 return self._check_lacks()
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
-            # It would make new, scaled gradients after the check.
+            # A closure would make new, scaled gradients after the check.
             message = "Closure use is not currently supported if GradScaler is enabled."
             raise self._refused(message, Part(), "step")
         self._check_scale_growth_tracker("step")
@@ -344,7 +344,7 @@ class GradScaler(ScalerCore):
                 )
             raise self._refused(message, part, "step")
         is_unscaled = part.stage is OptState.UNSCALED
-        # If it is unscaled already, no other rank waits for a sync.
+        # If the gradients are unscaled already, no other rank waits for a sync.
         exchanges = -1 if is_unscaled else self._sync.exchanges
         try:
             grad_scale = None
@@ -443,7 +443,7 @@ class GradScaler(ScalerCore):
             AssertionError: there was no step since the last `update`, or ``new_scale``
                 is a tensor of another kind.
             InvalidSettingError: ``new_scale`` is not finite, not positive or outside of
-                the policy's limits. A tensor on an accelerator is clamped to them.
+                the policy's limits; a tensor on an accelerator is clamped to them.
             RanksDisagreeError: the ranks stepped different numbers of optimizers.
             PeerFailedError: another rank raised.
             TooManySkipsError: the policy's limit is reached.
@@ -621,8 +621,8 @@ class GradScaler(ScalerCore):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, in the keys of torch; empty if disabled.
 
-        A policy with hysteresis adds the key ``"_hysteresis_left"``. Call it after
-        `update`. Synchronises with the device.
+        A policy with hysteresis adds the key ``"_hysteresis_left"``. Call this method
+        after `update`. Synchronises with the device.
         """
         state = super().state_dict()
         if self._enabled and self._policy.hysteresis > 1:
@@ -632,8 +632,8 @@ class GradScaler(ScalerCore):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that this class or torch's saved; does nothing if disabled.
 
-        All ranks must call it with the same state: one collective compares the states
-        before anything is changed.
+        All ranks must load the same state: one collective compares the states before
+        anything is changed.
 
         Raises:
             RuntimeError: the state is empty, as a disabled scaler saves it.
@@ -677,8 +677,9 @@ class GradScaler(ScalerCore):
 
 class _Disabled(ScalerCore):
     # Clips of a disabled scaler: gradients without a scale have the same global norm
-    # over all ranks. No step is skipped, and each clip is an iteration. Its other
-    # methods are one line each above, so that a program may read and set `_enabled`.
+    # over all ranks. No step is skipped, and each clip is an iteration. Other methods
+    # of a disabled scaler are one line each in `GradScaler`, so that a program may read
+    # and set `_enabled`.
 
     _steps_without_gradients = True
 

@@ -464,7 +464,7 @@ class OverflowSync:
             is_read = is_early or (rows.is_cpu and Host.reads_cpu)
             if row.failed:
                 if not _is_captured(rows):
-                    with contextlib.suppress(PeerFailedError):  # the caller has its own
+                    with contextlib.suppress(PeerFailedError):  # the caller raises
                         result.read()
                     self.lags, self.is_refused = result.lags, result.is_refused
                 if is_read:
@@ -494,7 +494,7 @@ class OverflowSync:
         if number is not None:
             fields["scaler"] = number
         else:
-            # The other ranks still use the old number if only this rank made it again.
+            # The other ranks use the old number if only this rank made a new scaler.
             numbers = of_group.numbers.items()
             fields["made_after"] = len({n for made, n in numbers if made < self._made})
         if record is not None and record.number is not None:

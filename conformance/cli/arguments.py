@@ -434,7 +434,7 @@ def add_options(parser: argparse.ArgumentParser, *tables: Options) -> None:
 def repeated(
     metavar: str, text: str, split: Callable[[str], list[str]] = converters.names
 ) -> dict[str, Any]:
-    """Return arguments of ``add_argument`` for a list option: ``a,b``, or repeated."""
+    """Return arguments of ``add_argument`` for ``--x a,b``, which may be repeated."""
     return {
         "action": "extend",
         "type": split,

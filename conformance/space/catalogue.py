@@ -66,8 +66,8 @@ OVERFLOWS_OF_ITSELF: dict[bool, dict[str, Any]] = {
     False: {"init_scale": 2.0**21, "steps": 9, "growth_interval": 2},
     True: {"init_scale": OVERFLOWING_SCALE, "steps": 12, "growth_interval": 2},
 }
-"""Settings with which steps are bad, then good, then bad again; key True for a user's
-workload, False for built-in models."""
+"""Settings with which gradients overflow, become finite, and overflow again. Key: True
+for a user's workload, False for built-in models."""
 
 WHEN: dict[str, tuple[str, ...]] = {
     "never": (),
@@ -427,8 +427,7 @@ def _on_each_mesh(selection: Selection) -> Iterator[Scenario]:
 
     Each mesh also gets a run with half of the model frozen, a run with a resume, and a
     run in half precision: their faults may show on one mesh only. The resume is in
-    fp32. A setting that a checkpoint loses may change an update by less than bf16
-    rounds.
+    fp32: bf16 rounding may hide the effect of a setting that a checkpoint loses.
     """
     if selection.workload:
         topologies = selection.resolved.topologies

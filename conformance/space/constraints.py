@@ -115,8 +115,8 @@ PAIRS: Mapping[tuple[str, str], Callable[[ResolvedWorkload, str, str], str]] = {
     ("recipe", "model"): _recipe_model,
     ("topology", "recipe"): _topology_recipe,
 }
-"""Maps two fields of a scenario to a function. It returns why values of these fields
-exclude each other."""
+"""Two fields of a scenario -> function that returns why values of these fields exclude
+each other; "" if they fit together."""
 
 
 def why_not(workload: ResolvedWorkload, choices: Mapping[str, str]) -> str:

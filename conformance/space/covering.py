@@ -2,7 +2,7 @@
 
 docs/architecture.md says why no library is used.
 
-A row starts with a missing combination. It is filled column by column, each time with
+A row starts with a missing combination, and is filled column by column, each time with
 the value that adds the most missing combinations. AETG (Cohen et al., IEEE TSE 23(7),
 1997) does the same with random candidates; here equal arguments give equal rows.
 

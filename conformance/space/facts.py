@@ -206,8 +206,8 @@ def clip_norm_of(workload: ResolvedWorkload, training: Training) -> float | None
 def clip_value_of(workload: ResolvedWorkload) -> float:
     """Return the largest absolute gradient element that clipping by value leaves.
 
-    For a user's workload it is near the largest elements of most gradients. A limit
-    below the noise of a gradient would leave only signs, which rounding decides.
+    For a user's workload the limit is near the largest elements of most gradients. A
+    limit below the noise of a gradient would leave only signs, which rounding decides.
     """
     if OfWorkload.OF_USER not in workload.has:
         return CLIP_VALUE

@@ -39,8 +39,8 @@ def turn_off_random_layers(stack: object) -> None:
     """Set the probability of every random layer to 0, so that runs can be compared.
 
     Torch's dropouts are set, and attributes of modules and of their classes whose name
-    contains ``drop`` or ``jitter`` and whose value is from 0 to 1. Torch's
-    attention and recurrent layers and transformers' models have such attributes.
+    contains ``drop`` or ``jitter`` and whose value is from 0 to 1. Torch's attention
+    and recurrent layers and transformers' models have such attributes.
 
     Args:
         stack: a module, or an object that holds modules.

@@ -239,8 +239,8 @@ class ForkserverClient:
         arrival = select.poll()
         arrival.register(self._sock, select.POLLIN)
         while True:
-            # Not by the socket's limit: a handler of the caller may raise the same
-            # TimeoutError.
+            # Not by a timeout of the socket: a signal handler of the caller may also
+            # raise TimeoutError.
             left_s = max(0.0, deadline - linux.now_s())
             if not arrival.poll(min(left_s, linux.LONGEST_WAIT_S) * 1000):
                 if linux.now_s() < deadline:

@@ -271,8 +271,8 @@ def _root(
     hung = [o for o in failed if o.state is RankState.HUNG]
     ended = [o for o in failed if o.state is not RankState.HUNG]
     # [Note: Which rank is the root cause]
-    # The first group with a rank in it, and in that the rank that failed first. What
-    # can be the effect of another rank's fault comes after what cannot:
+    # The rank that failed first, in the first of these groups that has a rank. Failures
+    # that may be effects of another rank's fault are in later groups:
     groups = (
         # 1. stopped by a signal: a fault of another rank cannot cause that, while
         #    another rank may have failed because its wait for this one timed out;

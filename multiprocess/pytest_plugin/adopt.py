@@ -56,8 +56,8 @@ class Adoption:
         self, collector: pytest.Module | pytest.Class, name: str, obj: object
     ) -> None:
         """Patch torch's classes before a test class is instantiated."""
-        # Its module has just been imported. Replace the methods before an instance is
-        # made: an older instance would wait for no process, and so pass.
+        # The module of the class has just been imported. Replace the methods before an
+        # instance is made: an older instance would wait for no process, and so pass.
         if not self._is_patched and (bases := _torch_bases()):
             self._is_patched = True
             self._replace(*bases)

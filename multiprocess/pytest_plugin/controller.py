@@ -323,7 +323,7 @@ class ItemRun:
                 by_rank.setdefault((name, seen[name]), {})[rank] = report
         failed, texts, shown = 0, list[str](), list[Any]()
         for (name, _), reports in by_rank.items():
-            # an expected failure is one, too; of equals the first rank counts
+            # an expected failure counts as a failure; of equals the first rank wins
             worst = max(reports.values(), key=lambda r: (r.failed, _has_xfailed(r)))
             shown.append(worst)
             failed += worst.failed
@@ -633,6 +633,6 @@ def _options(config: pytest.Config) -> Iterator[tuple[str, Any]]:
 
 
 def _loaded(config: pytest.Config) -> Iterator[str]:
-    # by arguments, since plugins declare options that ranks parse
+    # ranks get plugins as arguments, since plugins declare options that ranks parse
     for plugin in config.option.plugins:
         yield from ("-p", plugin)

@@ -110,8 +110,8 @@ class Steps:
 
             return run
 
-        # Each run of a machine makes its test, a function with `@given`, by this one.
-        # Another rank may run one more machine.
+        # hypothesis makes the test of each machine, a function with `@given`, by this
+        # function. Another rank may run one more machine.
         with mock.patch.object(stateful, make.__name__, made), self._publishing_end():
             yield
 

@@ -339,7 +339,7 @@ def _wanted(item: pytest.Item) -> Wanted | str:
                 config.stash[_DEFAULTS],
                 None if agent is None else agent.size,
             )
-        # of a marker that was added after collection
+        # the marker was added after collection
         except (TypeError, ValueError) as error:
             item.stash[_WANTED] = str(error)
     return item.stash[_WANTED]

@@ -205,7 +205,7 @@ class RankSession:
             self.config = internals.configured(options, order.args, order.written)
         finally:
             os.chdir(here)
-        # pytest-randomly reads its option there, also without pytest-xdist.
+        # pytest-randomly reads its option in workerinput, also without pytest-xdist.
         worker = {**options, **order.worker}
         self.config.workerinput = worker  # type: ignore[attr-defined]  # pytest-xdist's name
         self.config.workeroutput = {}  # type: ignore[attr-defined]  # as above
@@ -215,7 +215,7 @@ class RankSession:
         if order.captures:
             internals.refuse_input()
         internals.configure(self.config)
-        # In force until this call ends; `tear_down_to` runs in another call.
+        # Filters are in force until this call ends; `tear_down_to` runs in another one.
         self._filters = warnings.filters
         current_world()._trace_crashes()  # noqa: SLF001  # its own world; pytest's faulthandler has taken them
         self.session = pytest.Session.from_config(self.config)

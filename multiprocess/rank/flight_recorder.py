@@ -389,7 +389,7 @@ def _identity(group: Any, writer: RecordWriter) -> tuple[str, list[int]]:
     name = group if isinstance(group, str) else str(getattr(group, "group_name", "?"))
     name = f"group {name}"
     description = str(getattr(group, "group_desc", ""))
-    # a test may describe a group otherwise on each rank, and a mesh does not
+    # a test may describe a group differently on each rank; a mesh does not
     if description.startswith("mesh_"):
         name = f"{name} ({description})"
     if suffix:  # the groups of several default groups have the same names in torch
