@@ -101,7 +101,8 @@ class Comparison:
 
     def decide(self, code: int, headline: str) -> None:
         """Set the result; an earlier headline becomes the first fact."""
-        self.facts[:0] = [self.headline] if self.headline else []
+        former = self.headline.replace("same: ", "numbers within their bounds: ", 1)
+        self.facts[:0] = [former] if former else []
         self.code, self.headline = code, headline
 
 

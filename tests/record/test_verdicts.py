@@ -1274,6 +1274,7 @@ def test_a_norm_that_is_not_the_whole_one_differs_below_its_limit_too(
     assert found.code == (DIFFERENT if told else SAME)
     assert told in found.headline
     is_idle = "The limit is not reached, so no gradient differs" in found.headline
+    assert not any(line.startswith("same") for line in found.lines[1:])
     assert is_idle == (told != "" and max(norms) <= limit)
 
 
