@@ -53,7 +53,7 @@ class Expectation(
     link: str = ""
     """Link to the issue that tracks the violation."""
     expires: date | None = None
-    """Last day on which the entry counts."""
+    """Last day on which the entry counts; None for no end."""
 
     def __post_init__(self) -> None:
         _check(self)

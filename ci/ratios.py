@@ -49,7 +49,7 @@ def spread_of(values: Iterable[float]) -> Spread:
 
 
 def limit(spread: Spread) -> float:
-    """Return the largest ratio that a spread of earlier runs explains."""
+    """Return the largest ratio that passes, given the spread of earlier runs."""
     low, high = float(spread.low), float(spread.high)
     if high == float("inf"):  # inf - inf is nan
         return high

@@ -241,7 +241,7 @@ def folded(lines: Iterable[tuple[object, str]]) -> list[str]:
 
 
 def at(case: CaseRecord) -> str:
-    """Describe a case, beginning with its topology."""
+    """Return the scenario id of a case, topology first, and its scaler."""
     return f"{case.scenario}  {case.scaler}"
 
 

@@ -34,7 +34,7 @@ def harmless(text: str, mark: Callable[[str], str] = "{} ".format) -> str:
 
     Args:
         text: lines of text.
-        mark: replaces the last character of a command's prefix.
+        mark: returns the replacement for the last character of a command's prefix.
     """
     return _COMMAND.sub(lambda found: found[0][:-1] + mark(found[0][-1]), text)
 
@@ -72,8 +72,8 @@ _NAMES = {True: "standard output", False: "standard error"}
 class _Stream:
     """Output stream that accepts any text and breaks CI commands in it.
 
-    Not a subclass of `io.IOBase`, whose finalizer flushes. The wrapped stream may be
-    closed by then, and from Python 3.13 on the error would be printed.
+    The class is not a subclass of `io.IOBase`, whose finalizer flushes: the wrapped
+    stream may be closed by then, and from Python 3.13 on the error would be printed.
     """
 
     def __init__(self, stream: TextIO) -> None:

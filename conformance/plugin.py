@@ -95,7 +95,7 @@ def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Attach the record to the test's report, which may cross processes."""
+    """Attach the case's record to the test's report, which xdist may send on."""
     report = yield
     suite = item.config.stash.get(_SUITE, None)
     if suite and call.when == "call":

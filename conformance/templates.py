@@ -23,7 +23,7 @@ _USUAL: dict[str, Any] = {
 
 
 def filled(template: Path, /, **values: Any) -> str:
-    """Return a file of text; its values are not escaped."""
+    """Fill in a template of a text file; values are not escaped."""
     environment = Environment(keep_trailing_newline=True, **_USUAL)
     source = template.read_text(encoding="utf-8")
     return environment.from_string(source).render(**values)
@@ -32,12 +32,14 @@ def filled(template: Path, /, **values: Any) -> str:
 def page(
     template: Path, filters: Mapping[str, Callable[..., object]], /, **values: Any
 ) -> str:
-    """Return a page of HTML; text in values is escaped and has no control characters.
+    """Fill in a template of an HTML page; text in values is escaped.
+
+    Control characters are removed from text in values.
 
     Args:
-        template: template; files that it includes are beside it.
+        template: path of the template; included files are in the same folder.
         filters: further filters of the template, by name.
-        values: names of the template.
+        values: values of the names in the template.
     """
     environment = Environment(
         loader=FileSystemLoader(template.parent),

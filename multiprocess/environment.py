@@ -48,6 +48,6 @@ def cores() -> int:
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for permanent files: slots, and the store's key."""
+    """Return this user's folder for permanent files: slots, and the store's secret."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "gradparity"

@@ -188,7 +188,7 @@ def signal_main_thread(pid: int, pidfd: int | None, number: int) -> None:
     """Send a signal to the main thread of a process.
 
     The handler of a signal to the whole process may run on any thread. The main thread
-    could then go on before that thread writes the stacks.
+    could then go on before the stacks are written.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -221,12 +221,12 @@ def sockets() -> frozenset[str]:
 def give_up_silent(limit_s: float, except_for: frozenset[str]) -> None:
     """Make TCP connections fail if the other host stops acknowledging.
 
-    A connection that only awaits an answer has no data to be acknowledged: there the
-    kernel sends probes.
+    A connection that only awaits an answer has no data to be acknowledged. On such a
+    connection the kernel sends probes.
 
     Args:
-        limit_s: Time limit. The kernel's own is about a quarter of an hour for sent
-            data, and there is none for an answer.
+        limit_s: Time limit. The kernel's default limit is about a quarter of an hour
+            for sent data; for an answer there is none.
         except_for: Sockets that are not changed.
     """
     between_s = max(1, int(limit_s / 3))

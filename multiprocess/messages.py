@@ -1,9 +1,9 @@
 """Messages between parent and ranks: values, pickling and framing.
 
-A message is an eight-byte length and that many bytes of pickle. Inside it, values of
-the user (functions, arguments, results, exceptions) are pickled by cloudpickle, so
-lambdas and closures work. An error about a value that cannot be pickled can name the
-value.
+A message is an eight-byte length and that many bytes of pickle. Values of the user
+(functions, arguments, results, exceptions) are pickled separately, by cloudpickle. So
+lambdas and closures work, and an error about a value that cannot be pickled can name
+the value.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Reply:
     message: str | None = None
     traceback: str | None = None
     left_a_wait: bool = False
-    """True if the exception was raised by a wait for other ranks. Then another rank
+    """True if the exception was raised by a wait for other ranks, so that another rank
     caused it."""
 
     tears_down: bool = False

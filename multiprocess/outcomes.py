@@ -42,7 +42,7 @@ class Collective:
 
 
 class Place(enum.Enum):
-    """State of a rank's main thread: what it runs or waits for. The rank notes it."""
+    """State of a rank's main thread, noted by the rank: what it runs or waits for."""
 
     BODY = 0
     """The function runs, and the rank waits for nothing."""

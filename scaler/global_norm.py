@@ -2,7 +2,7 @@
 
 [Note: Each replica once]
 Inside the mesh of a DTensor, the placements determine how many ranks hold each element.
-Outside of it, and for plain tensors, two ranks may hold the same parameters (data
+Outside of the mesh, and for plain tensors, two ranks may hold the same parameters (data
 parallel) or different ones (pipeline stages, experts). But replicas have bitwise equal
 gradients, or training would diverge. So the first clip compares their bits
 (`replicas.py`). In every clip a rank sends three numbers for each mesh with gradients:

@@ -6,18 +6,18 @@ function keeps anything about a gradient.
 [Note: Small tensors]
 A kernel call per tensor costs about 1 us on a CPU, more than reading a small tensor. So
 tensors of one size are stacked, as many as fit into the cache, and reduced by one call.
-That is 5 times faster for 16 elements, 2 times for 1024, and no faster above 4096.
+This is 5 times faster for 16 elements, 2 times for 1024, and no faster above 4096.
 Kernels of an accelerator are batched anyway.
 
 [Note: Exact enough]
 fp32 accumulation loses digits with the number of elements (0.5 % at 65 million on a
 CPU). So large tensors are reduced in pieces, and pieces are added in fp64. The error is
 1e-7 for usual gradients, and up to 6e-5 if all elements of a piece are equal, so that
-rounding goes one way. fp64 throughout would take three times as long. Orders other than
-2 and infinity lose more digits, and are rare. They are computed in fp64, after a
-division by the largest element, since a high power exceeds the range of fp64 too. A
-norm that is not finite at first is computed in the same way: if it is still not finite,
-there was an overflow.
+rounding goes one way. fp64 throughout would take three times as long. Norms of other
+orders than 2 and infinity lose more digits, and are rare: they are computed in fp64,
+after a division by the largest element, since a high power exceeds the range of fp64
+too. A norm that is not finite at first is computed again in this way. If the result is
+still not finite, there was an overflow.
 """
 
 from __future__ import annotations

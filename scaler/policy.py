@@ -46,8 +46,8 @@ class Policy:
     DeepSpeed), or one good step (apex; ``consecutive_hysteresis`` of DeepSpeed)."""
 
     max_consecutive_skips: int | None = None
-    """Number of skipped iterations in a row after which `update` raises. Costs one host
-    synchronisation per iteration on an accelerator."""
+    """Number of skipped iterations in a row after which `update` raises; None for no
+    limit. A limit costs one host synchronisation per iteration on an accelerator."""
 
     constant: bool = False
     """True to keep the scale; overflows still skip the step."""

@@ -2,14 +2,15 @@
 
 [Note: Replicas by parameter]
 `global_norm` adds up the powers of the gradients on each mesh, and counts each replica
-once. One optimizer may have two kinds of parameters on one mesh: those that other ranks
-hold as well, and those that only these ranks hold, as in expert parallelism. So in the
-first clip the ranks exchange a table: shape and a hash of the bits of each gradient, by
-position. A parameter belongs to all meshes with equal entries. From then on each rank
-sends one sum for each set of meshes. The sums of one set must be equal up to rounding:
-ranks with different numbers of threads may round the norm of equal gradients
-differently. If they differ, or if a rank has a gradient of a parameter that was in no
-table, the ranks exchange the table again.
+once. One optimizer may have two kinds of parameters on one mesh: parameters that other
+ranks hold as well, and, as in expert parallelism, parameters that only these ranks
+hold. So in the first clip the ranks exchange a table: shape and a hash of the bits of
+each gradient, by position. A parameter belongs to all meshes with equal entries.
+
+From then on each rank sends one sum for each set of meshes. The sums of one set must be
+equal up to rounding: ranks with different numbers of threads may round the norm of
+equal gradients differently. If the sums of a set differ by more, or if a rank has a
+gradient of a parameter that was in no table, the ranks exchange the table again.
 
 On an accelerator the host must read the rows at once for this, as in the first
 iterations. A later clip may turn out to need a table when its rows are read at the next

@@ -9,10 +9,10 @@ All ranks read the same rows, so they reach the same result.
 
 [Note: What belongs together]
 Every sync, of whatever method, begins with the same collective: same operation, shape
-and dtype. Its content identifies the scaler, the optimizer, the method and the state
-that must be equal (`Row`). So calls that do not belong together raise
-`RanksDisagreeError` on every rank. A clip that must identify replicas makes more
-collectives, which begin only when all ranks know from the rows that they clip.
+and dtype. The row identifies the scaler, the optimizer, the method and the state that
+must be equal (`Row`). So calls that do not belong together raise `RanksDisagreeError`
+on every rank. A clip that must identify replicas makes more collectives, which begin
+only when all ranks know from the rows that they clip.
 
 Scalers and optimizers get a number when a rank syncs them for the first time: the
 number that other ranks send in that sync, else the next one. So a rank may lack an
@@ -40,12 +40,12 @@ is captured nothing is read; the rows of its last replay are read at the next sy
 outside of the graph.
 
 [Note: An error on one rank]
-A rank can fail alone (an fp16 gradient that is not allowed). It still sends its row,
-with ``failed`` set, and then raises its own error; the others raise PeerFailedError
-instead of waiting. If the host reads the rows later, ``failed`` implies ``found_inf``,
-so that no rank steps meanwhile. A rank that reads of a failure at the next sync sends
-``failed`` itself. Wrong call order is reported in the same way, since it may be the
-mistake of one rank; nothing has been changed then.
+A rank can fail alone (an fp16 gradient that is not allowed). Such a rank still sends
+its row, with ``failed`` set, and then raises its own error; the others raise
+PeerFailedError instead of waiting. If the host reads the rows later, ``failed`` implies
+``found_inf``, so that no rank steps meanwhile. A rank that reads of a failure at the
+next sync sends ``failed`` itself. Wrong call order is reported in the same way, since
+it may be the mistake of one rank; nothing has been changed then.
 
 If rows are read at once, every rank knows of a failure in the same sync. From then on
 all of them count syncs and iterations anew, whatever each had counted and whether or

@@ -3,7 +3,7 @@
 [Note: Which ranks sync]
 The group of a sync must not depend on the tensors of one rank: a rank with plain
 tensors only, or without gradients, would pick another group than other ranks, and all
-would wait for ever. It cannot be derived from the parameters either. Stages of one
+would wait for ever. The parameters do not determine the group either. Stages of one
 pipeline on separate meshes look exactly like independent models on separate meshes. The
 plain parameters of a pipeline stage look exactly like those of a replica. Of the two
 possible mistakes one is worse: with too few ranks in a sync, training goes on silently

@@ -75,7 +75,7 @@ PATHS = (Path, folder, file)
 
 
 def one_of(what: str, words: Sequence[str]) -> Callable[[str], str]:
-    """Return the type of an argument that accepts only the given words."""
+    """Return an argparse type that accepts only the given words."""
 
     def word(text: str) -> str:
         if text not in words:

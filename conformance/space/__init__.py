@@ -1,8 +1,9 @@
 """Scenarios, and the presets that choose among them.
 
 - A scenario is a frozen value. Its id, one line of text, is its only serial form.
-- It has one choice from each column of the catalogue: topology, precision, optimizer,
-  faults, model, recipe, settings of the scaler. A scenario does not name the scaler.
+- A scenario has one choice from each column of the catalogue: topology, precision,
+  optimizer, faults, model, recipe, settings of the scaler. A scenario does not name the
+  scaler.
 - A recipe has two parts: the mathematics, which the reference follows, and the calls,
   which must not change the result.
 - Each choice lists what it needs and what it has (``fixtures/needs.py``). Two choices

@@ -121,7 +121,7 @@ def _parity(selection: Selection) -> Iterator[Scenario]:
 
 
 def _random_runs(selection: Selection) -> Iterator[Scenario]:
-    """Yield each layout of a workload with random layers on, if it has any."""
+    """Yield each layout of a workload with random layers on, if the model has any."""
     model = selection.workload
     if not model or not facts_of(model).draws:
         return

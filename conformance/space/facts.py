@@ -300,7 +300,7 @@ def _seeded(workload: ResolvedWorkload) -> nn.Module:
 
 
 def _states(model: nn.Module) -> list[Tensor]:
-    """Return the states of torch's generator and of those that modules have."""
+    """Return the states of torch's generator and of the generators of modules."""
     own = (g for module in model.modules() for g in generators_of(module))
     return [torch.get_rng_state(), *(generator.get_state() for generator in own)]
 

@@ -51,8 +51,7 @@ def turn_off_random_layers(stack: object) -> None:
         for module in root.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
-            # with the class's attributes: one set here on the module hides that of the
-            # class
+            # also attributes of the class: an attribute of the module hides them
             for name, value in _attributes(module).items():
                 # a probability, and not a module, a flag or a number of layers
                 is_number = isinstance(value, float) and 0.0 < value <= 1.0

@@ -250,7 +250,7 @@ def _random_forward(
 
 
 def _where_random(workload: ResolvedWorkload, model: nn.Module, batch: Batch) -> str:
-    """Return the first module whose output differs in two forwards of one batch."""
+    """Describe the first module whose output differs in two forwards of one batch."""
     first, second = (_calls(workload, model, batch) for _ in range(2))
     for (name, output), (other, again) in zip(first, second, strict=False):
         if name != other:

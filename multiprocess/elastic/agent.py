@@ -1,7 +1,7 @@
 """Agent: a process of torchrun that starts, watches and ends one rank of each world.
 
-The rank itself is a child, forked like those of a ``Cluster``: even if it crashes or
-hangs in native code, the agent notices its end or kills it, and reports that.
+The rank is a child process, forked like the ranks of a ``Cluster``. So the agent can
+report a rank that crashes, and kill a rank that hangs in native code.
 
 1. All agents join in torchrun's store. The agent of rank 0 leads: its ``AgentCluster``
    takes calls. The others ``follow``.
@@ -10,8 +10,8 @@ hangs in native code, the agent notices its end or kills it, and reports that.
    are ready, the leader starts the call and its clock.
 3. Each agent watches its rank and posts its observations. The leader combines them.
 4. torchrun sends SIGTERM when one of its processes has ended. Then every agent posts
-   that it is present; an agent that does not is the cause. If that is the leader, the
-   first remaining agent replaces it and reports.
+   that it is present. An agent that does not post is the cause. If the leader is the
+   cause, the first remaining agent replaces it and reports.
 
 None of this uses the process group under test.
 """

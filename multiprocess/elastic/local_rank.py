@@ -140,7 +140,7 @@ class LocalRanks:
         return self._watched(number, options, others)
 
     def run(self, request: CallRequest, others: OtherRanks) -> Fact:
-        """Run the request on the rank; return what was observed."""
+        """Run the call of a request on this rank; return what was observed."""
         context = self._context(request)
         self._worlds[request.world].call(request.payload, request.options, context)
         return self._watched(request.world, request.options, others)

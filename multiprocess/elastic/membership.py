@@ -274,8 +274,8 @@ class HeartbeatMonitor:
     def silent(self) -> list[int]:
         """Return ranks whose agent sent no heartbeat for :data:`SILENCE_S`.
 
-        The list is empty while another agent may soon count as silent too. So agents
-        that are lost together are reported together.
+        Agents that are lost together are reported together: the list is empty while
+        another agent may soon count as silent too.
         """
         since = linux.now_s() - self._looked
         if self._keys and since >= _INTERVAL_S and self._store.check(self._keys):

@@ -227,7 +227,7 @@ class SignedStore:
     def _verified(
         self, key: str, limit_s: float, check: Callable[[], None], author: int
     ) -> tuple[bytes, list[str]] | None:
-        """Wait for a value; return it and the keys of its further parts."""
+        """Return a value and the keys of its further parts; None if it did not come."""
         if not self.wait(key, limit_s, check):
             return None
         head = self.raw.get(key).split(b" ", 2)

@@ -108,7 +108,8 @@ class ForkserverClient:
         """Start the server.
 
         Args:
-            fork: True to fork it from this process, and start no new interpreter.
+            fork: True to fork the server from this process, without an interpreter of
+                its own.
         """
         linux.fill_standard_descriptors()
         self.owner = linux.getpid()

@@ -85,7 +85,7 @@ def outcomes_of(facts: Sequence[Fact]) -> tuple[tuple[RankOutcome, ...], int | N
 def _evaluate(
     facts: Sequence[Fact],
 ) -> tuple[tuple[RankOutcome, ...], int | None]:
-    """Evaluate one call without regard to parts of the test that raised."""
+    """Evaluate one call like ``outcomes_of``, but ignore failed parts of the test."""
     first = [observed(fact) for fact in facts]
     lost = [_left_a_wait(fact) for fact in facts]
     waiting = _waiting(first)

@@ -27,7 +27,7 @@ from .rank_processes import Capture, RankProcess, RankProcesses
 from .root_cause import Fact, observed
 
 _CRASH_GRACE_S = 0.25
-"""Grace period after a crash. It is short: connections to a dead process break at
+"""Grace period after a crash; short, because connections to a dead process break at
 once."""
 
 _POLL_S = 0.05

@@ -245,7 +245,7 @@ class Steps:
 
     @contextmanager
     def _publishing_end(self) -> Iterator[None]:
-        """Publish when the block ends that this rank runs no further example in it."""
+        """Publish at the end of the block that this rank runs no further example."""
         end = _ENDED
         try:
             yield

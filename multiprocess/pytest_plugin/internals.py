@@ -73,7 +73,7 @@ class _Record(Action):
 def as_written(
     config: pytest.Config, is_wanted: Callable[[Action], bool]
 ) -> list[Written]:
-    """Return options of a session as they were written, in pytest's order.
+    """Return options as the user wrote them, in the order in which pytest reads them.
 
     Args:
         config: Configuration of the session.
@@ -153,14 +153,14 @@ def _parser_of(parser: Any) -> ArgumentParser:
 def write_nowhere(config: pytest.Config) -> None:
     """Give a session a terminal writer whose output is dropped.
 
-    Some of pytest's code needs one, also in a session without a reporter.
+    Some of pytest's code needs a writer, also in a session without a reporter.
     """
     writer = TerminalWriter(io.StringIO())
     setattr(config, "get_terminal_writer", lambda: writer)  # noqa: B010  # of this object only
 
 
 def refuse_input() -> None:
-    """Let tests of this process fail if they read from stdin, as captured ones do."""
+    """Let tests of this process fail if they read from stdin, as with capturing."""
     sys.stdin = DontReadFromInput()
 
 
@@ -239,7 +239,7 @@ def apply_expectation(
 ) -> None:
     """Report a failure of a test with an ``xfail`` mark.
 
-    If ``is_expected``, it is reported as an expected failure, else as a failure.
+    The report shows an expected failure if ``is_expected``, else a failure.
     """
     mark = item.stash.get(xfailed_key, None)
     if mark is None or item.config.option.runxfail:

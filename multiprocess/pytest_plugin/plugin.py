@@ -266,7 +266,7 @@ def _on_ranks(item: pytest.Item) -> bool:
 
 
 def _following(item: pytest.Item, spec: WorldSpec) -> pytest.Item | None:
-    """Return the next test on the same ranks, if known."""
+    """Return the next test on the same ranks; None if no such test is known."""
     stash = item.session.stash
     if spec.isolation == "process":
         return None

@@ -55,7 +55,7 @@ class SessionOrder:
     """Terminal in which a failed rank is debugged; None without ``--pdb``."""
 
     captures: bool
-    """True if the parent's session captures output, and then has no stdin."""
+    """True if the parent's session captures output; its tests then have no stdin."""
 
     worker: Mapping[str, Any]
     """Value of ``config.workerinput``, which tells plugins that another session
@@ -428,7 +428,7 @@ class _RankPlugin:
         """Report and exception of the last phase; None if it passed."""
         self._wide: dict[int, WideSettings] = {}
         self._in_setup: list[WideSettings] = []
-        """Fixtures with a wider scope than a function; each requests the next one."""
+        """Fixtures in setup, of wider scope than a function; each requests the next."""
         self._folders: dict[Path, pytest.Collector] = {}
 
     def begin(self) -> None:

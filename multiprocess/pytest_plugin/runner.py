@@ -109,7 +109,7 @@ class Runner:
         most: int,
         weight: Callable[[WorldSpec], int],
     ) -> BaseCluster:
-        """Return the cluster of a kind; end the others if too many would be warm."""
+        """Return the cluster of a kind; end others if too many would be warm."""
         cluster = self._clusters.pop(kind, None) or make(kind)
         warm = [other for other in self._clusters.values() if other.is_warm]
         total = sum(weight(each.spec) for each in (cluster, *warm))

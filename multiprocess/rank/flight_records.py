@@ -66,7 +66,7 @@ class RecordWriter:
 
     @property
     def last(self) -> tuple[int, int] | None:
-        """Latest record of this call, as :meth:`record` returned it."""
+        """Latest record of this call, as :meth:`record` returned it, or None."""
         return (self._calls, self._count - 1) if self._count else None
 
     def enter(

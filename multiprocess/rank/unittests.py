@@ -111,7 +111,11 @@ def run_continuous_test(case: CaseRef, file_name: str) -> Left | None:
 
 
 def run_threaded_test(case: CaseRef) -> Left | None:
-    """Run a test of torch's ``MultiThreadedTestCase``, whose ranks are threads."""
+    """Run a test of torch's ``MultiThreadedTestCase``, whose ranks are threads.
+
+    Returns:
+        A skip of the test, or None.
+    """
     with _as_in_a_child(case) as cls:
         cls.setUpClass()
         try:
@@ -183,7 +187,7 @@ class _Result(unittest.TestResult):
     def addError(self, test: unittest.TestCase, err: Any) -> None:
         """Keep the exception of an error, of a failure, or of an expected failure.
 
-        An expected failure is kept too, because in the parent the same test expects it.
+        An expected failure is kept too: the same test in the parent expects it.
         """
         self.raised.append((test.id(), err[1]))
 

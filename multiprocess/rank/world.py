@@ -41,9 +41,9 @@ class World:
     """Opens the store of the current call."""
 
     _begin: Callable[[], None]
-    """Tells the parent that this rank has imported the test: its clock starts when all
-    ranks have. Threads and settings that the import left count as present before the
-    call."""
+    """Tells the parent that this rank has imported the test. The clock of the call
+    starts when all ranks have done so. Threads and settings that the import left count
+    as present before the call."""
 
     _fail: Callable[[Failed], None]
     """Reports a failure of the test to the parent before the teardown, or a failure of
