@@ -65,10 +65,11 @@ def padded_batches(one: Side, other: Side, at: int) -> Iterator[str]:
 
 
 def narrower(one: Side, other: Side, names: Mapping[str, str], step: int) -> str:
-    """Return why equal numbers show no equal precision; "" if the precision is equal.
+    """Return a sentence if only the second side computes in 16 bits; else "".
 
-    Only the second side has modules that return 16 bits, and the first one has the
-    noise of 32 bits: hooks do not see the modules of a compiled model.
+    The first side counts as computing in 32 bits if no module is known to return the
+    same dtype, and if its noise is that of 32 bits. The noise is needed because hooks
+    do not see the modules of a compiled model.
     """
     dtypes, mine = other.run.in_16_bits, {*one.run.in_16_bits.values()}
     narrow = [name for name in names if dtypes.get(names[name], "") not in ("", *mine)]
@@ -98,9 +99,16 @@ def wider(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
 def clipped(
     one: Side, other: Side, steps: Sequence[int], *, differs: bool
 ) -> Iterator[str]:
-    """Yield a warning if the whole gradient has one norm at all steps of a side.
+    """Yield a warning if the whole gradient has the same norm at all steps.
 
-    Clipping causes that. On both sides it hides a wrong factor of the loss.
+    The cause is clipping, which hides a wrong factor of the loss if both sides clip. If
+    the norm is the same on one side only, the warning needs ``differs``.
+
+    Args:
+        one: the reference.
+        other: the side to check.
+        steps: steps of both sides; with a single step nothing is yielded.
+        differs: true if the comparison found a difference.
     """
     norms = []
     for side in (one, other):
@@ -111,7 +119,7 @@ def clipped(
         norms.append([math.sqrt(square) for square in squares.values()])
 
     def are_alike(norms: Sequence[float]) -> bool:
-        # written so that nan is no norm: gradients that are yet to be summed have none
+        # False for nan, which is the norm of gradients that are yet to be summed
         near = CLIPPED * norms[0]
         return norms[0] > 0 and all(abs(norm - norms[0]) <= near for norm in norms)
 
@@ -224,15 +232,15 @@ def _calls(
 
 
 def unequal_shares(one: Side, other: Side, at: int) -> Iterator[str]:
-    """Yield a lead if forwards of a side have other numbers of rows, or of labels.
+    """Yield a lead if forwards of one side have unequal numbers of rows, or of labels.
 
-    Nothing is said if both sides have the same numbers.
+    Yields nothing if all numbers are the same on both sides.
     """
     shares = [side.run.shares.get(at, ()) for side in (one, other)]
     if shares[0] == shares[1]:
         return
     for side, calls in zip((one, other), shares, strict=True):
-        # of inputs those with ignored numbers are labels
+        # integer inputs with ignored elements are labels
         columns = [*zip(*calls, strict=False)]
         labels = [columns[n] for n in range(1, len(columns), 2) if any(columns[n + 1])]
         for what, counts in (("rows", columns[:1]), ("labels that count", labels)):
@@ -286,7 +294,7 @@ def factor_of_a_count(
 
 
 def batch_norms(one: Side, other: Side, wrong: Sequence[Row]) -> Iterator[str]:
-    """Yield a lead if batch norms of the sides may look at other rows.
+    """Yield a lead if batch norms of the two sides may normalise different rows.
 
     Args:
         one: the reference.
@@ -323,7 +331,7 @@ def losses(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
 
 
 def shown_later(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield sentences on what only weights after the last recorded step can show."""
+    """Yield sentences on faults that only one more recorded step can show."""
     for side in (one, other):
         if len(steps) == 1 and _summed_later(side.run, steps):
             yield (
@@ -359,7 +367,18 @@ def left_out(
     rows: Sequence[Row],
     steps: Sequence[int],
 ) -> Iterator[str]:
-    """Yield a sentence for each group of tensors not compared, with the reason."""
+    """Yield sentences on tensors that were not compared, with reasons.
+
+    Sentences on replicas with different gradients, on leaders (``leaders.py``), and on
+    errors of the recorder follow.
+
+    Args:
+        one: the reference.
+        other: the side to check.
+        names: name on the first side -> name on the second one.
+        rows: all compared tensors.
+        steps: steps of both sides.
+    """
     every = one.starts
     if unproved := [name for name in every if name not in names]:
         yield (
@@ -463,7 +482,10 @@ def left_out(
 
 
 def _is_of_unknown_ranks(side: Run, step: int, name: str) -> bool:
-    """True if a parameter was stepped, and it is not known whose gradient counts."""
+    """Return True if a parameter was stepped, but whose gradient counts is unknown.
+
+    Such a gradient was removed; see ``leaders.py``.
+    """
     stepped = (step, RESULT, name) in side.tensors
     return stepped and (step, "gradient", name) not in side.tensors
 

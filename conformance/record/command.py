@@ -70,7 +70,7 @@ def record(
         say: prints a line.
 
     Returns:
-        The exit code of the command; 2 if nothing was recorded.
+        The exit code of the command. If that is 0 and nothing was recorded, 2.
 
     Raises:
         UsageError: if there is no command, the folder exists, or the start weights are
@@ -80,7 +80,7 @@ def record(
         raise UsageError("give the command after --: gradparity record RUN -- COMMAND")
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out} exists: choose another name, or delete it")
-    if not str(out).isprintable():  # neither is a byte that is not UTF-8
+    if not str(out).isprintable():  # bytes that are not UTF-8 are not printable either
         text = "has a name that cannot be printed: choose another one"
         raise UsageError(f"{plain(str(out))} {text}")
     if orders.start and not any(Path(orders.start).glob("start-*.safetensors")):
@@ -161,7 +161,7 @@ def record(
 
 
 def _remove(folders: Sequence[Path]) -> None:
-    """Remove empty folders; one with half of a file stays."""
+    """Remove the folders that are empty; a folder with files stays."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()

@@ -58,8 +58,8 @@ SEARCH = 2
 """Largest number of closure evaluations in one step that does not amplify rounding.
 Sharpness-aware optimizers make two, and a line search some twenty."""
 NEAR = 10.0
-"""Ratio of difference to bound below which the message also gives the result of the
-test of the step as a whole."""
+"""Ratio of difference to bound below which the message also says how far the median
+tensor of the step differs."""
 LOOSE = 0.05
 """Bound of the median tensor above which the comparison says that it is loose."""
 NOISY = 3
@@ -68,7 +68,8 @@ may miss the noise of a tensor by chance."""
 MANY = 7
 """Number of noise runs of --noise 6, with which a job with Muon is decided."""
 FEW = 2
-"""Number of tensors that say by their names where a difference begins."""
+"""Largest number of differing tensors whose names alone show where a difference begins.
+Above it, the comparison advises to record with --modules."""
 REGIONS = 100
 """Number of tensors for which the differing region is computed."""
 PAD_ALIKE = "give both sides the same shape, padded or not"
@@ -92,7 +93,8 @@ class Comparison:
     blocks: list[Row] = field(default_factory=list)
     """Outputs of blocks, and their gradients, at the first step that differs."""
     regions: list[tuple[Row, Region]] = field(default_factory=list)
-    """Tensors at the first step that differs, and the region of each; worst first."""
+    """Tensors at the first step that differs, and the region of each, in the order of
+    ``_first_wrong``."""
 
     @property
     def lines(self) -> list[str]:
@@ -304,7 +306,7 @@ def _obstacles(
 
 
 def _more(steps: Sequence[int]) -> str:
-    """Describe how many steps show what the last of these leaves open."""
+    """Return how many steps to record, so that a step follows the last one."""
     return "2 steps" if len(steps) == 1 else "one step more"
 
 
@@ -404,7 +406,7 @@ def _one_factor(one: Run, rows: Sequence[Row], step: int) -> str:
 def _first_wrong(rows: Sequence[Row]) -> list[Row]:
     """Return the tensors that differ at the first step with a difference.
 
-    The worst one comes first.
+    They are sorted by kind in the order of ``KINDS``, and within a kind worst first.
     """
     wrong = [row for row in rows if row.differs]
     first = min((row.step for row in wrong), default=0)
@@ -415,10 +417,12 @@ def _first_wrong(rows: Sequence[Row]) -> list[Row]:
 def _amplified(found: Comparison, one: Side, other: Side) -> str:
     """Return why amplified rounding may explain a difference, with a way out; else "".
 
-    A line search branches on rounding, so two nudged runs show too little noise. It is
-    known by the optimizer's many evaluations of its closure, at a step at which no
-    gradient differs. After a step of Muon, weights differ by a hundredth of the update,
-    and two nudged runs may show too little of what follows in a small gradient.
+    A line search branches on rounding, so two nudged runs show too little noise. The
+    sign of a line search is a step with many evaluations of the optimizer's closure, in
+    which updates differ and gradients do not.
+
+    After a step of Muon, weights differ by a hundredth of the update. Two nudged runs
+    may show too little of the effect on a small gradient.
     """
     wrong = _first_wrong(found.rows)
     if wrong and wrong[0].kind != "gradient":

@@ -17,15 +17,16 @@ update is multiplied by the gradient, and may be a multiple of it already.
 
 [Note: Orthogonal updates]
 Muon makes an update orthogonal by a chain of products in bf16. Its noise is measured
-with nudged gradients, and is some hundredths of the update. So the median tensor is one
-that another optimizer updates.
+with nudged gradients, and is some hundredths of the update. So the median noise is
+taken over tensors that other optimizers update.
 
 [Note: Idle elements]
 Where a gradient is zero, an update comes from decay or momentum: in rows of an
-embedding whose tokens are not in the batch, or in experts without tokens. It is
-compared as it is. Rounding may decide that a sum is zero, and Adam's step has the same
-size for any small gradient before. So the gradient must be zero at the same elements in
-all runs, and in all recorded steps before.
+embedding whose tokens are not in the batch, or in experts without tokens. Such an
+update is compared without factors. But rounding may decide whether a sum is zero, and
+Adam's step is as large for a tiny gradient as for a large one. So a tensor's idle
+elements are compared only while they are the same elements in all runs, from the first
+recorded step on.
 
 [Note: Running statistics]
 A step of training does not use the running statistics of a batch norm, so no gradient
@@ -218,10 +219,13 @@ def rows_of_sides(
 def running_statistics(
     one: Run, other: Run, names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the names of running statistics of both sides, equal on all their ranks.
+    """Match running statistics of the two sides that are equal on all ranks of a side.
 
-    The weight of a batch norm pairs it with that of the other side. One without a
-    weight is paired by its name, if all weights keep theirs.
+    Statistics are matched like the weight of their batch norm. A batch norm without a
+    weight is matched by its name, if all parameters have the same names on both sides.
+
+    Returns:
+        Name on the first side -> name on the second one.
     """
 
     def statistics(run: Run) -> set[str]:
@@ -245,7 +249,10 @@ def running_statistics(
 
 
 def _spread_of(run: Run, step: int, name: str) -> float:
-    """Return a limit of the norm of the standard deviations beside a running mean."""
+    """Return an upper limit of the norm of standard deviations, for a running mean.
+
+    Returns 0 for any other tensor, and if the variances are unknown or not finite.
+    """
     beside = name.removesuffix("mean") + "var" if name.endswith("mean") else ""
     variances = run.tensors.get((step, BUFFER, beside))
     if variances is None or not math.isfinite(variances.largest):

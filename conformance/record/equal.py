@@ -1,4 +1,4 @@
-"""Starts, rows, settings and replicas of two recordings: they must be equal exactly.
+"""Starts, rows, settings and replicas of two recordings, which must be equal.
 
 If any of them differs, the difference is the result, and numbers are not compared.
 """
@@ -261,7 +261,11 @@ def _counted(rows: Sized) -> str:
 
 
 def _crowded(side: Side, step: int) -> str:
-    """Return a hint if few ranks of a side had the rows of two steps or more."""
+    """Return a hint if a few ranks had at least twice the rows of the others; else "".
+
+    They must be at most half of the ranks, and all ranks must have had equally many
+    rows in the first step.
+    """
     counts, first = (side.run.counts.get(s, {}) for s in (step, min(side.run.steps)))
     if step == min(side.run.steps) or len({*first.values()}) > 1:
         return ""
@@ -394,9 +398,10 @@ def _same_rows(one: Run, other: Run, step: int) -> bool:
 def _same_in_pieces(one: Run, other: Run, step: int) -> bool:
     """Return True if the inputs have the same elements, whatever pieces ranks got.
 
-    An input that never changes says nothing, such as a table. Of tokens the first other
-    input counts, and of floats all. But a job may compute one of them, such as a hidden
-    state: equal at the first step, and otherwise only up to rounding.
+    An input that never changes, such as a table, is ignored unless all inputs are so.
+    If inputs are tokens, the first of the others must be equal. If they are floats, at
+    least one must be equal, and each other one must have been equal at the first step:
+    a job may compute an input, such as a hidden state, which later differs by rounding.
     """
     both = sorted(one.bags.keys() & other.bags.keys())
     pairs = {at: [*zip(one.bags[at], other.bags[at], strict=False)] for at in both}
@@ -486,10 +491,12 @@ def unplaced(one: Side, other: Side) -> Iterator[str]:
 def unlike_replicas(
     one: Side, other: Side, steps: Sequence[int]
 ) -> Iterator[tuple[int, str, bool]]:
-    """Yield steps before which replicas of one side differ, and sentences on them.
+    """Yield each weight whose replicas differ between ranks of one side.
 
-    The third element is true if most weights differ after the last step, and that step
-    is the first with other gradients. The job may make them equal later.
+    Yields:
+        Step before which the replicas differ, a sentence, and a flag. The flag is true
+        if most weights differ after the last step, and the gradients of these weights
+        differ for the first time in that step. The job may still make them equal.
     """
     for side in (one, other):
         # first step at which the gradient differs, by name
@@ -502,7 +509,7 @@ def unlike_replicas(
             for name, step in first_by_name.items()
         }
         weights = [key for key in side.run.replicas if key[1] == "weight"]
-        # the most different first: a wrong norm moves the gradients of all tensors
+        # largest difference first: with a wrong norm, all gradients differ
         weights.sort(key=lambda key: (key[0], -distances.get(key[2], 0.0)))
         last = max(steps)
         new = {n for s, _, n in weights if s - 1 == first_by_name.get(n) == last}

@@ -74,7 +74,7 @@ def is_muon(kind: str, group: Mapping[str, Any]) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """Return a number of Python, and a tensor as a detached copy."""
+    """Copy a tensor, convert a number to Python's; return other values as they are."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, bool) or not isinstance(value, Real):

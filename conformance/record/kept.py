@@ -58,9 +58,9 @@ cache of a core; with chunks 32 times as large the work takes 5 to 9 times as lo
 CHUNK = 1 << 22
 """Number of elements processed at once on other devices: temporaries below 200 MB."""
 SHARE = 1e-5
-"""Largest relative rounding of a division, as seen in a sketch."""
+"""Largest relative rounding error of a division, measured on sketches."""
 KEYS_BYTES = 1 << 29
-"""Size of the cache of keys; one step uses the same keys five times."""
+"""Size of the cache of keys, in bytes; one step uses the same keys five times."""
 _32 = 0xFFFFFFFF
 BUFFER = "buffer"
 """Kind of the buffers of a model; they have no optimizer."""
@@ -136,24 +136,27 @@ class Kept:
         )
 
     def is_share_of(self, whole: Kept, by: float) -> bool:
-        """Return True if these are the numbers of a tensor that was divided."""
+        """Return True if ``self`` has the numbers of ``whole`` divided by ``by``.
+
+        Returns False without sketches, or if ``by`` is 0.
+        """
         if self.sketch is None or whole.sketch is None or not by:
             return False
         least = SHARE * float(whole.sketch.abs().max())
         return torch.allclose(self.sketch * by, whole.sketch, SHARE, least)
 
     def divided(self, by: float) -> Kept:
-        """Return the numbers of a weighted reading whose factors are divided."""
+        """Return these numbers with the sketch divided by ``by``."""
         assert self.sketch is not None
         return self if by == 1.0 else replace(self, sketch=self.sketch / by)
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Return the sketch of an update, that is, of these numbers minus ``before``.
+        """Return the numbers of an update; its sketch is this one minus ``before``'s.
 
-        Each element is multiplied by the size of its gradient; or it is counted only if
-        its gradient is zero.
+        The factor of an element is the absolute value of its gradient. For idle
+        elements, the factor is 1 where the gradient is zero, and 0 elsewhere.
 
-        Its sum of squares is not that of the update. It is that of one unit in the last
+        The sum of squares is not that of the update. It is that of one unit in the last
         place of each weight, with the same factors: a correct step may round each
         weight to either side.
 
@@ -177,7 +180,7 @@ class Wanted(NamedTuple):
     weight: Tensor | None = None
     """Factor of each element; see `keep_values`."""
     idle: bool = False
-    """True for the elements whose factor is zero; see `keep_values`."""
+    """True to keep only elements whose factor is zero; see `keep_values`."""
     only_bits: bool = False
     """True for the digest alone; see `keep_bits`."""
     rounded: bool = False
@@ -318,7 +321,7 @@ def keep_values(
     *,
     idle: bool = False,
 ) -> Kept:
-    """Return digest, sketch, sum of squares, largest and number of non-finite elements.
+    """Return digest, sketch and the other numbers of a part; see `Kept`.
 
     Args:
         part: local elements, of any dtype and device; it is only read.
@@ -381,7 +384,8 @@ class Batch(NamedTuple):
     numbers: Tensor
     """(n, 3) float64: see `Kept.numbers`."""
     sketches: Tensor
-    """(n, SLOTS) float64; a tensor that is kept whole uses only the first ones."""
+    """(n, SLOTS) float64, or (n, 0) if only digests were requested. A tensor that is
+    kept whole uses only the first slots."""
 
 
 Key = TypeVar("Key")
@@ -424,7 +428,11 @@ class Sums(Generic[Key]):
                 self._alone[key] = _kept_alone(each)
 
     def read(self) -> dict[Key, Kept]:
-        """Return the numbers on the host, in the order of the parts."""
+        """Return the numbers of each part, in the order of the parts.
+
+        Numbers of parts that were read together are on the host, others are on the
+        device of their part.
+        """
         kept_by_key = {**self._alone}
         for batch, keys in self._together:
             digests, numbers, sketches = (each.cpu() for each in batch)

@@ -1,7 +1,7 @@
 """Layouts: which elements of which parameters an optimizer steps on this rank.
 
 One function for each kind of layout returns names, local tensors and their boxes. A
-wrong adapter cannot cause a wrong verdict: names and boxes are verified by the digests
+wrong adapter cannot cause a wrong result: names and boxes are verified by the digests
 of the initial weights, and tensors that cannot be verified are not compared.
 """
 
@@ -54,11 +54,11 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
 
 
 def _viewed_by(local: Tensor, roots: Roots) -> list[tuple[Any, int]]:
-    """Find the parameters that a tensor of no module is a view of, as in an own ZeRO.
+    """Find the parameters in whose storage a tensor lies, as in a job's own ZeRO.
 
     Returns:
-        Each parameter, and the position of the tensor's first element in it, which is
-        negative if the tensor begins before it.
+        Each parameter, and the position of the tensor's first element in it. The
+        position is negative if the tensor begins before the parameter.
     """
     viewed: list[tuple[Any, int]] = []
     parameters = {id(each): each for each in roots.kept}  # each scan adds them again

@@ -1,15 +1,15 @@
-"""The gradients by which a job steps, where replicas have others.
+"""Gradients by which a job steps, if ranks with replicas have different gradients.
 
-Ranks that hold replicas may compute other gradients, and have equal weights when the
-next step begins:
+Ranks that hold replicas may compute different gradients, and still have equal weights
+when the next step begins:
 
 - An optimizer sums or averages gradients in its own step, or the job averages weights
   after each step. The mean of all gradients counts.
 - One rank sends its weights to all others, for example the rank that summed the
   gradients. Then only the gradients of this rank, the leader, count.
 
-A leader is known by its result: it has the same bits after its step and when the next
-one begins, and other ranks do not.
+A leader's weights have the same bits after its step and when the next step begins.
+Other ranks' weights change in between.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Parts = Mapping[Key, Sequence[tuple[int, Stored]]]
 def gradients_that_count(
     whole: dict[Key, Whole], parts: Parts, last: int
 ) -> tuple[list[str], dict[str, Ranks]]:
-    """Put the gradients that count into ``whole``, for replicas that have others.
+    """Put the gradients that count into ``whole``, where replicas have unequal ones.
 
-    Weights after step ``last`` are read inside of it, before the job makes them equal.
-    In a job that made most of its weights equal after each step before, those that
-    differ between ranks are removed.
+    Weights after step ``last`` are read before the job can make them equal. If the job
+    made most weights equal after earlier steps, and left none unequal, then weights
+    that differ between ranks after step ``last`` are removed.
 
     Args:
         whole: merged tensors, which are changed.
@@ -77,12 +77,15 @@ def gradients_that_count(
 def _leaders_of_job(
     parts: Parts, names_by_step: Mapping[int, Sequence[str]]
 ) -> dict[tuple[int, str], Ranks | None]:
-    """Return the leaders by step and name; none where the mean of all ranks counts.
+    """Return the leaders by (step, name).
 
-    The mean counts for all if one parameter has no leader: in few bits the mean of
-    another one may be the result of one rank by chance. By chance all ranks may also
-    have one result, as in the first step of Adam. Then the leaders of all other
-    parameters lead, and None is returned if there are none.
+    If one parameter has no leader, the mean of all ranks counts for all parameters: in
+    few bits, the mean of another parameter may equal the result of one rank by chance.
+    All ranks may also have the same result, as in the first step of Adam. Such a
+    parameter gets the leaders that all other parameters share.
+
+    Returns:
+        For each step and name: the leaders; empty if the mean counts; None if unknown.
     """
     every = {
         (step, name): _leaders(parts, step, name)
@@ -123,14 +126,14 @@ def _merge_again(
         whole: merged tensors, which are changed.
         parts: numbers of each rank.
         which: step and name of the parameter.
-        leaders: ranks that count; none: the mean of all. None: it is not known which
-            ones count, and nothing is compared.
+        leaders: ranks that count; empty if the mean of all ranks counts. None if
+            unknown: then gradient and update are removed, and not compared.
     """
     step, name = which
     kinds: tuple[str, ...] = ("gradient", "update", IDLE, RESULT)
     if leaders is None:
         del whole[step, "gradient", name]
-    if not leaders:  # the step's weights were gradients before the sum
+    if not leaders:  # updates were multiplied by gradients before the sum
         for kind in ("update", IDLE):
             whole.pop((step, kind, name), None)
         kinds = () if leaders is None else ("gradient",)

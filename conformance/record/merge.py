@@ -28,7 +28,7 @@ from .whole import Key, Whole, merge, merge_outputs
 __all__ = ["Run", "Side", "read_merged"]
 
 AGAIN = " (optimizer "
-"""Suffix of a parameter's name if a second optimizer steps the parameter as well."""
+"""Start of the suffix of a parameter's name if a second optimizer steps it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +144,9 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
 
     Args:
         folders: folder of the run; several if each host wrote its own.
-        exact: true to keep the bits of gradients that ranks do not share, which are
-            otherwise averaged.
+        exact: true to keep the bits of the first replica of each gradient. Otherwise,
+            if replicas differ, the gradients by which the job steps are merged; see
+            ``leaders.py``.
 
     Raises:
         ValueError: if a rank is missing or a file is broken.
@@ -301,7 +302,17 @@ def _absent(
     settings: Mapping[tuple[int, str], Mapping[int, object]],
     ranks: Mapping[int, Recording],
 ) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Return the ranks that leave out steps; not those without rows, as in a join."""
+    """Return ranks that leave out a step of a parameter that they step at other times.
+
+    A rank without rows in that step, as within torch's ``join()``, is not returned.
+
+    Args:
+        settings: (step, parameter) -> one entry for each rank that makes the step.
+        ranks: recording of each rank.
+
+    Returns:
+        (step, parameter) -> ranks.
+    """
     trains: dict[int, set[int]] = {}
     for rank, recording in ranks.items():
         for step in recording.rows.keys() | recording.rows_of_floats.keys():

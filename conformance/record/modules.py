@@ -151,7 +151,10 @@ class Blocks:
             handle.remove()
 
     def begin(self, step: int, rows: list[Tensor], inputs: Sequence[Any] = ()) -> None:
-        """Note a call of the model: its inputs and the digests of their rows."""
+        """Note a call of the model: its inputs and the digests of their rows.
+
+        Outputs of a batch of ``MOST`` rows or more are not read.
+        """
         self._calls.clear()
         self._step, self._batch = step, None
         if rows and len(rows[0]) < MOST:

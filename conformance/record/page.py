@@ -80,7 +80,10 @@ def _table(
 
 
 def _ranks(found: Comparison) -> Mapping[str, Mapping[int, Cell]]:
-    """Return cells by tensor and rank, for tensors that differ on some ranks only."""
+    """Return cells by tensor and rank, for tensors that differ on some ranks only.
+
+    Tensors with parts on more than ``RANKS`` ranks are left out.
+    """
     return {
         row.what: {
             rank: _cell(replace(row, distance=share and row.distance * share, words=""))

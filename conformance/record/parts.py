@@ -158,12 +158,15 @@ Cut = Callable[[Any], tuple[Tensor, Box]]
 
 
 def cuts(local: Tensor, first: int, piece: Piece) -> Iterator[tuple[Cut, Box]]:
-    """Yield the boxes of the elements that a tensor and a piece share.
+    """Cut the elements that a tensor and a piece share into boxes.
 
     Args:
         local: consecutive elements of a local parameter, or all of them.
         first: position of the first of them in the flattened local parameter.
         piece: piece of the same parameter.
+
+    Yields:
+        Function that cuts the box out of a tensor like ``local``, and the box.
     """
     box = piece.box
     if piece.first == first == 0 and box.size == local.numel():
@@ -201,7 +204,10 @@ def _placed(tensor: Any, *, local: tuple[int, ...], box: Box) -> tuple[Tensor, B
 
 
 def range_of(tensor: Any, *, first: int, box: Box) -> tuple[Tensor, Box]:
-    """Return a box of a flat tensor from its element ``first`` on, and the box."""
+    """Return the elements of a box, and the box.
+
+    In the flattened tensor, the elements begin at position ``first``.
+    """
     part = tensor.detach().reshape(-1).narrow(0, first, box.size)
     return part.view(box.local), box
 

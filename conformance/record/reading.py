@@ -1,17 +1,22 @@
 """Numbers that the recorder reads of one optimizer step.
 
 [Note: Read points of a step]
-When a step begins: the bits of weights, optimizer states and buffers, and sketches of
-running statistics. Once its
-gradients are computed: the gradients, and each weight times the absolute value of its
-gradient. After the step: that product again, with the same gradient. The difference of
-the two products is the update weighted by the gradient. Plain updates of Adam have a
-direction that rounding decides wherever the gradient is small. Where the gradient is
-zero, as in rows of an embedding, the update itself is read: decay or momentum may move
-these weights. The bits of weights are read right after the step, and again when the
-next step begins: the job may change them in between. A kernel may change the gradients
-meanwhile. If a fused one has divided them by the scale, so is the first product. SGD
-with Nesterov momentum may add to them, so they are copied.
+- When a step begins: the bits of weights, optimizer states and buffers, and sketches of
+  running statistics.
+- Once its gradients are computed: the gradients, and each weight times the absolute
+  value of its gradient.
+- After the step: the bits of weights, and each new weight times the absolute value of
+  the same gradient.
+
+The difference of the two products is the update weighted by the gradient. Without these
+factors, rounding would decide the direction of Adam's updates wherever the gradient is
+small. Where the gradient is zero, as in rows of an embedding, the update itself is
+read: decay or momentum may move these weights.
+
+The bits of weights are read after a step and again when the next one begins, because a
+job may change them in between. A kernel may change the gradients during a step. If a
+fused kernel has divided them by the scale, the first product is divided, too. SGD with
+Nesterov momentum may add to the gradients, so they are copied.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Recorder:
         self.open_blocks = 0
         """Number of blocks of :func:`record` that have begun and not ended."""
         self.is_told = False
-        """True if a block was said not to be recorded."""
+        """True once the user was told that a block of ``record`` is not recorded."""
         self.generators: dict[int, list[Tensor]] = {}
         """id of a model -> states of the random generators when it was called."""
         self.process = os.getpid()
@@ -186,7 +186,10 @@ class Recorder:
     # - The model
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        """Find the outermost models: modules called from outside that are trained."""
+        """Find outermost models, and read their inputs; a global forward pre-hook.
+
+        An outermost model is a trained module that no recorded model contains.
+        """
         if is_traced():
             return
         if id(module) in self.inner:
@@ -333,8 +336,8 @@ class Recorder:
     def _begins(self, optimizer: Any) -> None:
         """Read an optimizer's weights when its step begins.
 
-        They cannot be read later: the closure of a sharpness-aware optimizer moves the
-        weights before it computes gradients.
+        Later, the closure of a sharpness-aware optimizer moves the weights before it
+        computes gradients.
         """
         # a step that raised an error may have left its entry
         self.running.pop(id(optimizer), None)
@@ -462,7 +465,8 @@ class Recorder:
         """Record the ``step`` of an optimizer that is not a subclass of torch's.
 
         The class is changed, because jobs save and copy the instance. If ``step`` is
-        not a method of the class, such as an attribute or a slot, the instance is.
+        not a method of the class, such as an attribute or a slot, the instance is
+        changed instead.
         """
         kind = type(optimizer)
         member = inspect.getattr_static(kind, "step", None)

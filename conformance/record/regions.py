@@ -43,7 +43,8 @@ class Region:
     holders: tuple[int, ...]
     """Ranks that hold elements of the differing tiles; empty if all ranks do."""
     shares: dict[int, float]
-    """Rank -> share of the difference in tiles of which the rank holds elements."""
+    """Rank -> norm of the difference in the tiles of which the rank holds elements,
+    divided by the norm in all tiles."""
 
     def __str__(self) -> str:
         """Describe the region; empty if the whole tensor differs."""
@@ -63,8 +64,8 @@ def region_of(
     Args:
         shape: shape of the whole tensor.
         difference: difference of the two sketches.
-        bound: largest norm of the difference that noise explains. Tiles with non-finite
-            elements always exceed their bound.
+        bound: largest norm of the difference that noise explains. If the difference has
+            non-finite elements, only tiles with such elements are found.
         parts: (rank, box of a part that the rank holds).
     """
     tiles = _tiles(shape)

@@ -21,16 +21,16 @@ __all__ = ["Places", "Roots"]
 
 NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 STATISTICS = "running_mean", "running_var"
-"""Buffers of ``NORMS`` that are compared. They follow from the rows of a forward as its
-output does. Other buffers may not: the buffers of an ``InstanceNorm`` depend on the
-number of micro-batches, and its outputs do not."""
+"""Buffers of ``NORMS`` that are compared. If two sides give each forward the same rows,
+these buffers are equal, like the outputs. Other buffers may differ: the buffers of an
+``InstanceNorm`` depend on the number of micro-batches, and its outputs do not."""
 Place = tuple[str, Sequence[int], Sequence[int]]
 """Name in the whole model, shape of the whole tensor, position of the first element."""
 Range = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 """A place, and the shape of the elements that lie there."""
 Places = Callable[[str, nn.Parameter], Place | list[Place] | list[Range] | None]
 """Maps (name, parameter) to its place; None: take the layout from the tensor. If a
-tensor consists of several ranges, one after the other, it returns a list."""
+tensor consists of several ranges, one after the other, the result is a list."""
 
 
 class Roots:
@@ -92,9 +92,10 @@ class Roots:
                 self.name_of(parameter)
 
     def buffers(self) -> Iterator[tuple[str, Tensor, Box, bool]]:
-        """Yield the saved buffers of the called models.
+        """Yield the buffers that ``state_dict`` has, of the called models.
 
-        A buffer is left out if its layout is hidden, or its numbers have no plain bits.
+        A buffer is left out if it is bool or nested, if its layout is hidden, or if its
+        numbers have no plain bits.
 
         Yields:
             name, local tensor, box, and true for a running statistic of a batch norm.
@@ -134,7 +135,7 @@ class Roots:
             if pieces := _pieces_of_megatron(module):
                 self.checkpointed |= pieces
                 self.distributed = _distributed_optimizers()
-        # the method is the job's code, and not made for this call
+        # the method is code of the job, and may fail outside of a checkpoint
         except Exception as error:
             text = f"sharded_state_dict: {type(error).__name__}: {error}"
             self.notes = [text[:400]]
@@ -162,7 +163,14 @@ class Roots:
         return [Piece(name, 0, box)]
 
     def unstepped(self, stepped: Iterable[str]) -> list[str]:
-        """Return the trainable parameters of called models that no optimizer has."""
+        """Return the sorted names of trainable parameters that no optimizer steps.
+
+        All found models count if no module was called, as in compiled code. Otherwise
+        only models with a called module count.
+
+        Args:
+            stepped: names of all parameters that optimizers step.
+        """
         called = {id(module) for module in self.called}
         models = [
             root
@@ -186,7 +194,7 @@ def _declared_ranges(
     """Return the pieces of a tensor; elements after the last one are padding.
 
     Raises:
-        ValueError: if a range does not lie in its whole tensor, or in this one.
+        ValueError: if a range does not lie in its whole tensor, or in ``parameter``.
     """
     pieces: list[Piece] = []
     first, size = 0, math.prod(local)
@@ -241,7 +249,7 @@ def _declared(name: str, declared: Any, local: tuple[int, ...]) -> Piece:
 
 
 def _integers(values: Iterable[Any]) -> tuple[int, ...]:
-    """Return integers as those of Python, also of tensors."""
+    """Convert integers, also tensors of one integer, to Python's ``int``."""
     return tuple(map(index, values))
 
 
@@ -252,8 +260,8 @@ def _count(module: nn.Module) -> int:
 def _pieces_of_megatron(module: nn.Module) -> dict[int, tuple[Any, list[Piece]]]:
     """Read the layout of a Megatron model from its ``sharded_state_dict``.
 
-    It describes pipeline stages, experts, tensor parallelism, and gated layers, whose
-    two halves are sharded separately.
+    The method describes pipeline stages, experts, tensor parallelism, and gated layers,
+    whose two halves are sharded separately.
 
     Returns:
         id of a parameter -> the parameter and its pieces.

@@ -134,7 +134,7 @@ def unpadded_of(values: Iterable[Any]) -> list[Tensor]:
     for rows in _flat(values, False, MOST):
         length = rows.shape[1]
         places = torch.arange(length, device=rows.device)
-        # keep one of equal tokens: a row may consist of them alone
+        # of a row of equal tokens, one token is kept
         last = torch.where(rows != rows[:, -1:], places, 0).amax(1, keepdim=True)
         first = torch.where(rows != rows[:, :1], places, length - 1).amin(1, True)
         ends = _digests(rows * (places <= last))

@@ -39,8 +39,8 @@ __all__ = [
 SLACK = 0.02
 """Relative tolerance of a norm: clipping rounds gradients, in bf16 by 0.2 %."""
 UNSEEN = 4
-"""Number of steps without rows before a warning. If there are more sets of ranks, their
-number is used."""
+"""Number of steps without rows before a warning; at least the number of sets of ranks
+that train on different rows."""
 
 
 class RanksDifferError(RuntimeError):
@@ -184,9 +184,10 @@ class Weights:
         self.turns = [weights[n : n + turn] for n in range(0, len(weights), turn)]
         self._named, self._optimizers = named, optimizers
         self._bits: dict[str, int | Tensor] | None = None
-        """Parameter -> its digest, of those that this step checks; None before it."""
+        """Parameter -> digest, for the parameters that this step checks; None before
+        the step begins."""
         self._trains: dict[str, bool] = {}
-        """Parameter -> True if the step after its last check trained it."""
+        """Parameter -> True if it was trained in the step of its last check."""
         self._groups: dict[int, tuple[int, int]] = {}
         self._known = set[int]()
         """ids of parameters that the watch checks, or has warned about."""
@@ -253,7 +254,7 @@ class Weights:
         return numbers, read
 
     def _moves(self, step: int, weight: _Weight, digest: int, trains: bool) -> None:
-        """Warn once of a trained weight that stands still between two checks."""
+        """Warn of a trained weight with the same bits in two checks, until it moves."""
         speaks = not weight.same or rank_here() == weight.ranks[0]
         was_trained = self._trains.get(weight.name, False)
         self._trains[weight.name] = trains

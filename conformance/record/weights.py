@@ -28,10 +28,10 @@ from .roots import Roots
 __all__ = ["begin_from", "nudge", "nudge_gradients", "write_start"]
 
 SELDOM = 32
-"""One in this many half-precision weights moves, because one unit in the last place is
-as large as many training steps. So does one in this many elements of a gradient of
-Muon: with one in 512, two of twelve correct jobs of four ranks failed, and with one in
-four some updates were all noise."""
+"""One in this many half-precision weights is nudged, because one unit in the last place
+is as large as many training steps. One in this many elements of Muon's gradients is
+nudged as well. With one in 512, two of twelve correct jobs of four ranks failed. With
+one in four, some updates were all noise."""
 BF16, FP16 = 2**16, 2**13
 """Distance between neighbouring numbers of bf16, and of fp16, in fp32 units in the last
 place. TF32 rounds like fp16."""
@@ -106,7 +106,7 @@ def nudge(module: nn.Module, seed: int, roots: Roots) -> None:
 
 @torch.no_grad()
 def nudge_gradients(optimizer: Any, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Replace gradients of Muon by copies, of which some elements grow by a bf16 unit.
+    """Replace gradients of Muon by copies in which some elements grow by a bf16 unit.
 
     Muon makes an update orthogonal by a chain of products in bf16. Nudged weights flip
     few of its roundings or none. Another order of sums may flip some, and each flip

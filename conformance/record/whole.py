@@ -49,9 +49,10 @@ class Whole:
     unlike: tuple[int, ...] = ()
     """Ranks whose replica differs in its bits from that of the first rank."""
     odd: frozenset[int] = frozenset()
-    """Digests of these replicas."""
+    """Digests of the replicas of the ranks in ``unlike``."""
     apart: float = 0.0
-    """Largest distance of a replica from the first rank's, relative to its norm."""
+    """Largest distance of a replica from the first rank's, relative to the norm of the
+    first rank's."""
     parts: tuple[tuple[int, Box], ...] = ()
     """(rank, box of its part); empty for outputs of blocks and if only bits were
     kept."""
@@ -182,14 +183,18 @@ def merge_outputs(
 ) -> Whole:
     """Merge the outputs of one block; outputs of different rows add up.
 
-    Ranks with the same rows must hold replicas, or parts with known boxes. If they do
-    not, or if some rows were recorded on no rank, ``held`` is 0. The same applies if
-    ranks with different rows have equal outputs: such an output does not depend on
-    rows.
+    Ranks with the same rows must hold replicas, or parts that make up the whole output.
 
     Args:
         parts: (rank, numbers of its part).
         rows: rank -> digests of the rows that its model was called with.
+
+    Returns:
+        The merged output. Its ``held`` is 0, so it is not compared, in three cases:
+
+        - Ranks with the same rows have unequal or missing parts.
+        - Rows have no output, or two ranks share only some of their rows.
+        - Ranks with different rows have equal outputs, which cannot depend on rows.
     """
     of_rows: dict[frozenset[int], list[tuple[int, Stored]]] = {}
     for rank, part in parts:
