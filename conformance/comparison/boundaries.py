@@ -21,16 +21,16 @@ parameters, or the optimizer.
 [Note: Factors]
 An objective may be normalised in many ways, and a scaler scales it. So gradients of
 activations are compared up to one factor for each rank and micro-batch, taken from the
-first gradient. If the reference runs on the whole batch, that is the first gradient of
-which the rank has a part; see [Note: What all rows share]. A wrong factor shows in the
-gradients of all parameters.
+first gradient. If the reference runs on the whole batch, the first gradient that is
+only a part of the reference's is preferred; see [Note: What all rows share]. A wrong
+factor shows in the gradients of all parameters.
 
 [Note: What all rows share]
 An output may have no rows, such as the temperature of a contrastive loss. On each rank
 its gradient comes from the rank's own rows. If the reference runs on the whole batch,
 the gradients of ranks with different rows must add up to the truth. A rank may have
-only a part of such an output, as of the positions of a sequence that ranks share. Then
-ranks with the same part add up to that part of the truth: their outputs are equal.
+only a part of such an output, for example some positions of a sequence. Ranks with the
+same part have equal outputs. Their gradients must add up to that part of the truth.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ State = Literal["right", "partial", "wrong"]
 FORWARD_OF = {INPUT_GRADIENT: INPUT, OUTPUT_GRADIENT: OUTPUT}
 """Maps a kind of gradient to the kind of tensor that has this gradient."""
 UNEVEN = 4 * 2.0**-8
-"""Permitted relative difference of two ranks' factors. In bf16 (unit roundoff 2^-8)
+"""Permitted relative difference of equal factors. In bf16 (unit roundoff 2^-8)
 each rank rounds an output's gradient twice: when it is computed and when scaled."""
 MAX_PARTS = 4**4
 """Largest number of parts of a whole that are tried for a plain tensor: 4 dims with 4
@@ -94,8 +94,9 @@ _NORMALISED = {
         "by what is in a micro-batch, and not by what is in all of them",
     ),
 }
-"""Place of what factors share in (rank, micro-batch) -> name of what differs, its
-preposition, name of what is shared, and how the loss is normalised."""
+"""Texts on factors that differ. The key is the index in (rank, micro-batch) of the item
+that the factors have in common. The value has four texts: name of the item that
+differs, its preposition, name of the common item, and how the loss is normalised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,8 +326,8 @@ class Boundaries:
     def _counts(self, rank: int, boundary: Boundary, way: Direction) -> bool:
         """Return True if the difference of a tensor counts; see [Note: Faulty module].
 
-        It does not count if an enclosing call has right outputs, or if the tensor is a
-        partial sum that is reduced before its use.
+        A difference does not count if an enclosing call has right outputs, or if the
+        tensor is a partial sum that is reduced before its use.
         """
         state = self._state(rank, boundary)
         if state in (None, "right"):
@@ -364,7 +365,7 @@ class Boundaries:
     def _outermost(self, rank: int, entering: Boundary) -> Boundary:
         """Return the wrong tensor that enters the outermost of the enclosing calls.
 
-        A module hands what it gets to a module inside of it.
+        An enclosing module may pass a wrong input on to an inner module.
         """
         for call in self._around(entering.of):
             sides = self.sides.get((call, entering.kind), ())
@@ -517,8 +518,8 @@ class Boundaries:
     ) -> Doubles | None:
         """Return a rank's tensor, summed over the ranks on which it is partial.
 
-        If ``group`` is empty, the placements of the DTensor name these ranks.
-        Returns None if one of them lacks the tensor.
+        These ranks are ``group``. If it is empty, the placements of the DTensor name
+        the ranks. Returns None if one of the ranks lacks the tensor.
         """
         mine = self.ranks[rank].log.passed[boundary]
         group = group or mine.summed_over
@@ -540,8 +541,9 @@ class Boundaries:
     ) -> Sequence[Doubles]:
         """Return the parts of the truth that a rank's tensor may hold.
 
-        A gradient may be a multiple of several parts of the true gradient. So only the
-        part that the rank has of the tensor itself is returned, if it is known.
+        A gradient may be a multiple of several parts of the true gradient. So for a
+        gradient, only the part that the rank has of the activation is returned, if
+        known.
         """
         parts = list(self._cut(rank, boundary, truth))
         forward = replace(boundary, kind=FORWARD_OF.get(boundary.kind, ""))

@@ -2,7 +2,7 @@
 
 [Note: Bounds]
 A bound is ``SAFETY_FACTOR`` times the largest error of correct single-process runs in
-the same precision, against fp64. It counts all steps up to this one, because errors of
+the same precision, against fp64. All steps up to this one count, because errors of
 training do not shrink again. Two minima apply: the median relative noise of all
 parameters at that step, because a parameter may have tiny errors in all references by
 chance; and one unit roundoff of the compute dtype, or of the loss's own dtype. No bound
@@ -40,17 +40,17 @@ Rounding may decide between two results that are far apart, and five noisy runs 
 get the same one. So two further runs take the other result, each in half of the places:
 
 - the derivative of a function that jumps, at an input near the jump;
-- the direction of a step that divides by the gradient, as above. It changes later
-  gradients by far more than rounding: one weight that moves in the opposite direction
-  changes the gradients of its neighbours by some percent. In half precision the noise
-  of a gradient is large enough for this to happen by chance. So signs of elements
-  within the noise are flipped. In fp32 such a flip was never observed, and a bound that
-  allowed for it would hide real faults.
+- the direction of a step that divides by the gradient, as above. Such a flip changes
+  later gradients by far more than rounding: one weight that moves in the opposite
+  direction changes the gradients of its neighbours by some percent. In half precision
+  the noise of a gradient is large enough for this to happen by chance. So signs of
+  elements within the noise are flipped. In fp32 such a flip was never observed, and a
+  bound that allowed for it would hide real faults.
 
-The change of such a run against the plain run is not rounding. It says nothing about
-the noise of other tensors, so it does not enter the median. A correct run may show any
-part of the effects of both runs, and to first order these add. Half of the larger
-effect, times 8, is at least twice the sum of both.
+The change of such a run against the plain run is not rounding. The change says nothing
+about the noise of other tensors, so it does not enter the median. A correct run may
+show any part of the effects of both runs, and to first order these add. Half of the
+larger effect, times 8, is at least twice the sum of both.
 
 [Note: Bias corrections]
 ``torch.compile(optimizer.step)`` and ``capturable=True`` compute Adam's ``1 - beta**t``
@@ -372,9 +372,9 @@ def _spacings(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
 
 
 def _hidden(truth: Reference, moved: Sequence[Tensors]) -> list[Tensors]:
-    """Return the rounding error of each stored fp32 value, by step.
+    """Return the largest rounding error of each stored fp32 value, by step.
 
-    It is half the distance to the next number. ``moved`` holds the updates of steps.
+    This is half the distance to the next number. ``moved`` holds the updates of steps.
     """
     return [{n: s / 2.0 for n, s in step.items()} for step in _spacings(truth, moved)]
 

@@ -157,6 +157,7 @@ def multiple_of(values: Doubles, truth: Doubles) -> Pair:
     """Return (factor, rest): ``values`` = factor x ``truth``, up to the rest.
 
     The factor is that of least squares. The rest is relative to the norm of ``values``.
+    Returns (0, 1) if a tensor is zero, or if the shapes differ.
     """
     square = float((truth * truth).sum())
     size = float(np.linalg.norm(values))

@@ -33,7 +33,7 @@ class Facts:
     norm: float = 0.0
     """Norm of the whole true gradient before clipping."""
     may_clip: bool = True
-    """True if a ``train_step`` of the user's may clip."""
+    """True if the user's own ``train_step`` may clip."""
 
 
 def causes_of(factor: float, off: float, facts: Facts) -> str:

@@ -273,7 +273,7 @@ class _Gradients:
     def way_out(self, found: Location) -> str:
         """Return the line that declares a one-rank reference if that may help; else "".
 
-        It may help if no other explanation was found, and the workload can use
+        The line may help if no other explanation was found, and the workload can use
         ``reference = "one rank"``. Such a reference does not detect a fault that also
         occurs on one rank.
         """
@@ -462,7 +462,10 @@ class _Gradients:
         return _common(factors, self.rest)
 
     def _holds(self, boundaries: Boundaries) -> str:
-        """Say if gradients lack rows, or include those of the last step; else ""."""
+        """Say if gradients lack rows, or include the gradients of the step before.
+
+        Returns "" in any other case.
+        """
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
             return ""  # of single numbers any is a multiple of any other
@@ -477,7 +480,10 @@ class _Gradients:
         return ""
 
     def _holds_last_step(self) -> bool:
-        """Return True if gradients are the right ones plus those of the last step."""
+        """Return True if each gradient is a sum of the right one and the last step's.
+
+        The two summands may have positive factors.
+        """
         for trace, at in self.seen:
             last = next((s for s in trace.steps if s.step == at.step - 1), None)
             for name in self.names:

@@ -168,8 +168,8 @@ class Parity:
     unseen_buffer: str = ""
     """First buffer that training changes and that no rank recorded; else empty."""
     moved_buffer: tuple[str, int, int] | None = None
-    """Name, step and rank of the first buffer that a rank moves and training on one
-    process leaves; else None."""
+    """(name, step, rank) of the first buffer that a rank changes, although training on
+    one process leaves it unchanged; else None."""
     undecided: str = ""
     """Reason why no value can be compared with the reference; else empty."""
     narrow_loss: str = ""
@@ -179,8 +179,8 @@ class Parity:
     """Optimizer settings that the workload's own schedules changed; the reference
     follows them."""
     other_constant: OtherConstant | None = None
-    """First setting that no schedule moves, such as ``eps``, and that a rank has
-    otherwise than the reference; else None."""
+    """First setting, such as ``eps``, that no schedule changes and whose value on a
+    rank differs from the reference's; else None."""
 
     @property
     def not_compared(self) -> Counter[str]:

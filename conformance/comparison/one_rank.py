@@ -1,17 +1,15 @@
 """References on one rank, for a workload with ``reference = "one rank"``.
 
-Such a workload is compared with its own ``train_step`` over the whole batch. It runs on
-a mesh with the same axes, all of size 1. Such a reference does not show a fault that
-also occurs on one rank.
+Such a workload is compared with its own ``train_step`` over the whole batch, on a mesh
+with the same axes, all of size 1. Such a reference does not show a fault that also
+occurs on one rank.
 
 [Note: Truth on one rank]
 The truth is the run in fp64. A workload that raises in fp64, or that keeps another
 dtype, has no such run. Then the truth is the plain run in the scenario's precision. The
-bound still holds. The plain run, the noisy runs and a correct run on the ranks differ
-by rounding only. So all of them are equally far from the exact values. So the largest
-distance between the plain run and a noisy run is the noise with which the ranks are
-compared. Both of these runs are rounded. So this noise, and with it the bound, is
-larger than the noise against fp64.
+plain run, the noisy runs and a correct run on the ranks differ by rounding only. So the
+noise is the largest distance between the plain run and a noisy run. This noise, and
+with it the bound, is larger than the noise against fp64, because both runs are rounded.
 
 [Note: Variations]
 Each noisy run makes one or more of three changes. It permutes the rows of each
@@ -80,7 +78,7 @@ Doubles = NDArray[np.float64]
 PLAIN = Variation()
 TRUTH = Variation(double=True)
 SHIFTED = Variation(moved=1)
-"""Variation in which only the weights are moved; it has the calls and rows of the
+"""Variation in which only the weights are moved. Calls and rows are those of the
 truth."""
 NOISY = (
     PLAIN,

@@ -210,7 +210,10 @@ def measure_parity(scenario: Scenario, traces: Sequence[RankTrace]) -> Parity:
 def _other_constant(
     scenario: Scenario, steps: Sequence[Seen], truth: Reference
 ) -> OtherConstant | None:
-    """Return the first setting that schedules leave and that a rank has otherwise."""
+    """Return the first setting of a rank that differs although no schedule changes it.
+
+    Returns None if all such settings are those of the reference.
+    """
     alone = scenario.workload.one_rank
     whose = "on one rank" if alone else "by the workload's optimizer"
     return other_constant(steps, truth.constants, whose)
@@ -533,7 +536,8 @@ def _decided(row: ClipRow, worst: float) -> ClipRow:
 def mean_loss(seen: Iterable[StepTrace]) -> float | None:
     """Return the mean of the ranks' losses of a step, by their weights.
 
-    Ranks without a loss are left out. A rank of unknown weight has weight 1.
+    Ranks without a loss are left out. A rank of unknown weight has weight 1. Returns
+    None if no rank has a loss, or if all weights are 0.
     """
     weighted = [
         (at.loss, 1.0 if at.weight is None else at.weight)

@@ -332,9 +332,9 @@ class ReferenceRun:
     def weights_of_heads(self) -> list[float]:
         """Return the weights with which a micro-batch's losses add up in the next step.
 
-        They are right up to a common factor. A loss with several counts has one weight
-        for each; a forward of the whole batch gives them. Any other loss has the weight
-        1.
+        The weights are right up to a common factor. A loss with several counts has one
+        weight for each; a forward of the whole batch gives them. Any other loss has the
+        weight 1.
         """
         if facts_of(self.key.model).counts < 2:
             return [1.0]

@@ -114,7 +114,7 @@ def stack_schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class OtherConstant:
-    """Setting that no schedule moves, and that a rank has otherwise than due."""
+    """Setting that no schedule changes, with another value than the reference's."""
 
     step: int
     """First step with the other value."""

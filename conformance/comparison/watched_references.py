@@ -97,8 +97,8 @@ class OnOneProcess:
     def _of_whole_rows(self, batch: Batch) -> Batch:
         """Return the batch to run for a rank's micro-batch: itself, or the whole batch.
 
-        The whole batch is run if the micro-batch holds only parts of rows. It is also
-        run if rows depend on each other, as in a batch norm over all ranks. The rank's
+        The whole batch is run in two cases: the micro-batch holds only parts of rows,
+        or rows depend on each other, as in a batch norm over all ranks. The rank's
         tensors are then compared with parts of the reference's tensors.
         """
         shapes = [[t.shape[1:] for t in b.tensors] for b in (batch, self.whole)]

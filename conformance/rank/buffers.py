@@ -1,7 +1,7 @@
 """Buffers that training changes: statistics of a norm, the bias of a router.
 
 A buffer is compared if it is dense, fp32 or fp64 in the model, and in the
-``state_dict``. It must also have the same name and shape on the rank as on one process.
+``state_dict``. Its name and shape must be the same on the rank as on one process.
 Other buffers are caches, or parts of a buffer.
 """
 
@@ -85,7 +85,7 @@ def _named(engine: Engine) -> dict[str, Tensor]:
     """Return the dense buffers of a rank's modules, by their names in the full model.
 
     A copy of the model, such as its running average, has buffers with the same names.
-    Those of the module with the trained parameters count.
+    Of these, the buffers of the module with the trained parameters are returned.
     """
     trained = {id(parameter) for parameter in engine.parameters.values()}
     roots = sorted(

@@ -355,7 +355,7 @@ class Engine:
     def _objective(self, part: Batch) -> tuple[list[Tensor], Counts]:
         """Return the losses of a micro-batch, and the counts that divide them.
 
-        A count is of tokens, say. Without counts the losses are means.
+        A count may be a number of tokens. Without counts the losses are means.
         """
         workload = self.scenario.workload
         with self.scenario.parsed_precision.autocast(self.device.type):

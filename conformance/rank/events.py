@@ -41,8 +41,8 @@ class Events:
     def note(self, kind: Kind, optimizer: Any) -> None:
         """Record an event of an optimizer.
 
-        When it uses gradients (``USES``), also record those that were not recorded in
-        this step before.
+        If the optimizer is about to use gradients (``USES``), also record its gradients
+        that were not recorded earlier in this step.
         """
         nodes = nodes_made()  # count them first: the calls below may make nodes
         ends = kind in (Kind.RETURNED, Kind.STEPPED)

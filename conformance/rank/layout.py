@@ -327,7 +327,7 @@ def _refuse_hidden(
 def _recompute_anew(stack: Any, recomputed: Recomputed) -> None:
     """Recompute the modules that replaced all recomputed parts in a layout, if any.
 
-    They are found by the names of the parts.
+    Such modules are found by the names of the parts.
     """
     names, parts = {*recomputed.parts}, {*recomputed.parts.values()}
     named_modules = [

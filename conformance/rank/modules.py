@@ -75,7 +75,7 @@ class Boundary:
 
     @property
     def of(self) -> Call:
-        """Call whose input or output the tensor is."""
+        """Call of the module that the tensor enters or leaves."""
         return self.micro_batch, self.module, self.call
 
 
@@ -269,7 +269,7 @@ def with_layers_beside(
 ) -> dict[nn.Module, str]:
     """Add modules that :func:`names_of` could not name, and return all names.
 
-    These modules have no parameters, in a stage that numbers its layers from 0. The
+    Such modules have no parameters, in a stage that numbers its layers from 0. The
     name of the parent, or the numbers of neighbours, give the name in the full model.
     """
     local_names = dict(root.named_modules())
@@ -433,8 +433,8 @@ class _Watch:
             own = tensor
             if tensor.requires_grad:
                 # Each module gets a view, so that gradients which other modules add
-                # stay out. Sums then round differently, so no verdict rests on a
-                # watched run.
+                # stay out. Sums then round differently, so no check uses a watched
+                # run.
                 own = tensor.view_as(tensor)
                 self._on_gradient(own, boundary, INPUT_GRADIENT)
             seen[id(tensor)] = own

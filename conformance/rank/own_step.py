@@ -91,10 +91,10 @@ def clip_norm_handed(scenario: Scenario) -> Iterator[None]:
 
 
 def as_number(workload: ResolvedWorkload, what: str, value: Any) -> float | None:
-    """Convert a loss or a norm that ``train_step`` returned to a float.
+    """Convert a loss or a norm that ``train_step`` returned to a float, or keep None.
 
     Raises:
-        WorkloadError: if it is not a number.
+        WorkloadError: if the value is neither None nor a number.
     """
     if value is None:
         return None
@@ -165,8 +165,9 @@ class OwnStep:
         self.files = files
         self.workload = engine.scenario.workload
         self.excused = False
-        """True once a step had a scaler, moved weights or had a non-finite gradient.
-        Then :meth:`check_stepped` finds no fault."""
+        """True if :meth:`check_stepped` must not fail. A step sets the flag if there is
+        a scaler, an optimizer of torch was called, weights moved, a gradient was not
+        finite, or this rank trains nothing."""
 
     def run(self, seen: StepTrace, faults: tuple[ResolvedFault, ...]) -> None:
         """Train one step with its planned faults; fill ``seen``."""
@@ -208,9 +209,12 @@ class OwnStep:
         self.excused |= tested.scaler is not None or moved or bool(seen.bad)
 
     def check_stepped(self) -> None:
-        """Raise if ``train_step`` never changed a weight on any rank.
+        """Check on all ranks that ``train_step`` called an optimizer or moved a weight.
 
         A step with a scaler or a bad gradient may leave the weights unchanged.
+
+        Raises:
+            WorkloadError: if no step of any rank did so, or sets ``excused``.
         """
         excused = torch.tensor(float(self.excused), device=self.engine.device)
         dist.all_reduce(excused)
@@ -387,7 +391,7 @@ class OwnStep:
     def _states(self) -> dict[str, str]:
         """Return description -> digest of what a save must not change, beside weights.
 
-        These are states and settings of optimizers, buffers, the mode of each module
+        Included are states and settings of optimizers, buffers, the mode of each module
         (train or eval), and which parameters require a gradient.
         """
         states: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Learned routers: record the reference's choices and repeat them on the ranks.
 
-A router that takes the top k scores may choose another expert if rounding differs. It
-then computes another model, and gradients of a correct run differ by far more than
+A router that takes the top k scores may choose another expert if rounding differs. The
+run then computes another model, and gradients of a correct run differ by far more than
 noise. So the choices of the fp64 reference are recorded. If a rank's scores agree with
 a row of the reference within noise, the rank makes the reference's choice.
 
@@ -65,8 +65,8 @@ class Choices:
 class ChoiceLog(Observer):
     """Records choices while it is active, and repeats those of a reference.
 
-    It acts below autograd. So gradients flow to the scores of the repeated choices, and
-    the indices and values that an operator returns agree.
+    The mode acts below autograd. So gradients flow to the scores of the repeated
+    choices, and the indices and values that an operator returns agree.
     """
 
     def __init__(self, reference: Mapping[str, Choices] | None = None) -> None:

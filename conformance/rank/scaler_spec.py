@@ -38,7 +38,7 @@ PAGE = "docs/check-a-scaler.md"
 class ScalerProtocol(Protocol):
     """Methods that gradparity calls on a scaler; see docs/check-a-scaler.md.
 
-    They are a part of ``torch.amp.GradScaler``.
+    ``torch.amp.GradScaler`` has all of these methods.
     """
 
     def scale(self, outputs: Any) -> Any:

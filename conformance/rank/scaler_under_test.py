@@ -112,7 +112,7 @@ class ScalerUnderTest:
         # raised by the optimizer or its gradients, not by the scaler
         except WorkloadError:
             raise
-        except Exception as error:  # an error of the scaler is evidence for a verdict
+        except Exception as error:  # checks report an error of the scaler
             step = self.trace.steps[-1].step if self.trace.steps else -1
             text = str(error) or "(no message)"
             self.trace.problem = Problem(

@@ -1,7 +1,7 @@
 """Every private name of torch that this package uses, one function or alias each.
 
 ``tests/conformance/test_private_names.py`` asserts that each name exists with the
-expected signature, so a change in torch fails there and not in a verdict.
+expected signature, so a change in torch fails there and not in a check.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ class Event:
     recorded: frozenset[str] = frozenset()
     """Parameters whose gradient was copied at this event, its first use."""
     written: frozenset[str] = frozenset()
-    """At a use: parameters whose gradient was written since the first use in this step,
-    before any weight moved."""
+    """For ``USES``: parameters whose gradient was written after an optimizer first used
+    any gradient in this step."""
     nodes: int = 0
     """Number of autograd nodes so far; a forward creates more."""
 
@@ -418,7 +418,7 @@ class RankTrace:
     def places_of_average(self, name: str, elements: int) -> NDArray[np.int64] | None:
         """Return positions of a running average in the flat full tensor.
 
-        It has the elements of this rank's part, or those of the whole parameter.
+        An average has the elements of this rank's part, or of the whole parameter.
         Returns None if ``elements`` is the size of neither.
         """
         index = self.index.get(name)

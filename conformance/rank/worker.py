@@ -291,8 +291,8 @@ def checked_collective(
 def _summand(rank: int, step: int) -> float:
     """Return a rank's summand in the checked sum; it depends on rank and step.
 
-    The sum is in fp32, like most stray collectives. It stays below 2^24, up to which
-    fp32 holds whole numbers exactly, with up to 9,548 ranks.
+    The sum is in fp32, like most stray collectives. With up to 9,548 ranks, the sum
+    stays below 2^24, up to which fp32 holds whole numbers exactly.
     """
     return (1.0 + rank % 7) * (1.0 + step % 251)
 

@@ -493,7 +493,7 @@ def _is_of_unknown_ranks(side: Run, step: int, name: str) -> bool:
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
     """Return parameters whose gradients no rank had summed before the step.
 
-    They are summed in the optimizer, or never.
+    The optimizer sums such gradients, or nothing does.
     """
     return [
         name

@@ -406,7 +406,7 @@ def _one_factor(one: Run, rows: Sequence[Row], step: int) -> str:
 def _first_wrong(rows: Sequence[Row]) -> list[Row]:
     """Return the tensors that differ at the first step with a difference.
 
-    They are sorted by kind in the order of ``KINDS``, and within a kind worst first.
+    The order is that of ``KINDS``, and within a kind worst first.
     """
     wrong = [row for row in rows if row.differs]
     first = min((row.step for row in wrong), default=0)

@@ -30,7 +30,8 @@ recorded step on.
 
 [Note: Running statistics]
 A step of training does not use the running statistics of a batch norm, so no gradient
-shows whether they are right. They are compared if all ranks of a side have the same.
+shows whether they are right. Statistics are compared if all ranks of a side have equal
+ones.
 Nudged weights do not move statistics of the inputs, which then show no noise. So the
 relative noise of a statistic is at least that of the median gradient. The mean of
 standardised inputs is near 0. So the noise of a mean is relative to its norm and to the

@@ -263,8 +263,8 @@ def _counted(rows: Sized) -> str:
 def _crowded(side: Side, step: int) -> str:
     """Return a hint if a few ranks had at least twice the rows of the others; else "".
 
-    They must be at most half of the ranks, and all ranks must have had equally many
-    rows in the first step.
+    These few are at most half of the ranks, and all ranks had equally many rows in the
+    first step.
     """
     counts, first = (side.run.counts.get(s, {}) for s in (step, min(side.run.steps)))
     if step == min(side.run.steps) or len({*first.values()}) > 1:

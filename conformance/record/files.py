@@ -161,7 +161,7 @@ class Recording(msgspec.Struct):
     sums_of_rows: dict[int, list[Any]] = {}
     """Step -> sums of each floating-point row; they identify a row up to rounding."""
     rows_of_blocks: dict[int, list[Any]] = {}
-    """Step -> digests of the rows of the model's first input, for each call. They
+    """Step -> digests of the rows of the model's first input, for each call, to
     identify the rows of block outputs."""
     bags: dict[int, list[Any]] = {}
     """Step -> for each call of the model: a hash of each input, whatever the order of

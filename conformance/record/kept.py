@@ -1,8 +1,8 @@
 """Numbers kept of a tensor: digest, sketch, squares, largest element, non-finite.
 
 [Note: Sums over parts]
-All numbers depend on the position of an element in the whole tensor. They are combined
-over parts by a sum or a maximum. So each rank keeps numbers of its own elements,
+All numbers depend on the position of an element in the whole tensor. Numbers of parts
+are combined by a sum or a maximum. So each rank keeps numbers of its own elements,
 nothing is sent, and every layout of a tensor gives the same result. The digest is a
 sum over elements of their bits times a random odd word of the position, modulo 2^64:
 exact in any order. The sketch has 4 x 4 tiles of 32 buckets: each element is added to
@@ -332,7 +332,7 @@ def keep_values(
         idle: true to take elements whose ``weight`` is zero as they are, and no others.
 
     Returns:
-        Numbers on the device of the part; `Kept.plus` merges those of several parts.
+        Numbers on the device of the part; `Kept.plus` merges numbers of two parts.
         With a ``weight`` there is only a sketch; all other numbers are 0. With ``idle``
         the digest is that of the elements' positions.
     """

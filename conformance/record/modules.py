@@ -120,7 +120,8 @@ class Blocks:
 
     noting: _Noting
     of_loss: Callable[[Tensor], Tensor] = lambda gradient: gradient
-    """Function from a gradient in the backward pass to that of the job's own loss."""
+    """Function from a gradient in the backward pass to the gradient of the job's own
+    loss."""
     kept: dict[Key, dict[int, tuple[Box, Kept]]] = field(default_factory=dict)
     """Box and numbers of each block's tensor, by key and by number of the model's call.
     A block called again in one forward has the number of that call in its name."""

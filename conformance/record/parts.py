@@ -63,8 +63,8 @@ class Part:
     """Tensor in the optimizer's param group: the parameter, or a flat tensor that
     contains it."""
     cut: Callable[[Any], tuple[Tensor, Box]]
-    """Function that takes a tensor with the layout of ``stepped``, such as its
-    gradient. It returns the elements of this part, and their box."""
+    """Function from a tensor with the layout of ``stepped``, such as its gradient, to
+    the elements of this part and their box."""
     number: int = 0
     """Index among this rank's parts with the same name."""
 

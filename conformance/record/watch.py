@@ -264,8 +264,8 @@ def watch(
         mesh: mesh of all ranks; needed to compare rows.
         data: axes of the mesh along which ranks train on different rows. Along all
             other axes ranks train on the same rows.
-        period: number of steps in which each parameter is checked once. It is raised if
-            the parameters do not fit into the messages.
+        period: number of steps in which each parameter is checked once. The number is
+            raised if the parameters do not fit into the messages.
         act: called on every rank with each report. The default raises
             :class:`RanksDifferError`; use ``logging.getLogger("train").error`` to log.
         apart: name prefixes of parameters that are different tensors on each rank, such

@@ -160,7 +160,7 @@ def merge(parts: Iterable[tuple[int, Stored]], *, averages: bool = False) -> Who
 def _distance(first: Stored, other: Stored) -> float:
     """Return the distance of two replicas, divided by the norm of the first.
 
-    It is 0 if no sketches were recorded.
+    Returns 0 if no sketches were recorded, and inf if a sketch is not finite.
     """
     if first.sketch is None or other.sketch is None:
         return 0.0

@@ -1,9 +1,9 @@
 """Plots of a report as small inline SVG: curves, a skip strip, errors against bounds.
 
 No plotting library is used: a report of 500 scenarios must render in seconds and stay
-under 3 MB. The text of plots must be searchable, be readable by screen readers, and
-have the page's colour in light and dark. Shapes have classes, which the page's style
-sheet colours.
+under 3 MB. The text of plots must be searchable and readable by screen readers. Its
+colour is that of the page, in light and dark mode. Shapes have classes, which the
+page's style sheet colours.
 """
 
 from __future__ import annotations

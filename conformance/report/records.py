@@ -55,7 +55,7 @@ HARNESS = "harness"
 
 
 class ReportError(UsageError):
-    """A report cannot be used; the message says why and where."""
+    """Raised if a report cannot be used; the message says why and where."""
 
 
 class _Line(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
@@ -334,7 +334,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """Result of the run, of the scalers that decide.
+        """Result of the run, from the cases of scalers that decide.
 
         An incomplete run is an ``error``, unless it stopped at a failed check.
         ``EXIT_CODES`` has the exit code of each status.
@@ -387,8 +387,9 @@ T = TypeVar("T")
 class ReportWriter:
     """Writes a report line by line; a context manager.
 
-    Earlier reports with the same name are kept beside it as ``NAME.1``, ``NAME.2`` and
-    so on, the oldest first. Only one writer at a time can write a report of this name.
+    Earlier reports with the same name are kept in the same folder as ``NAME.1``,
+    ``NAME.2`` and so on, the oldest first. Only one writer at a time can write a report
+    of this name.
 
     Raises:
         UsageError: if the file cannot be written, or another run is writing it.

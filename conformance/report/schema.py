@@ -1,7 +1,7 @@
 """JSON Schema of a line of ``report.jsonl``, for other programs.
 
-It is derived from the records in :mod:`.records`. The shipped file
-``report.schema.json`` is its text; a test checks that both agree.
+The schema is derived from the records in :mod:`.records`. The shipped file
+``report.schema.json`` holds the schema as text; a test checks that both agree.
 """
 
 from __future__ import annotations

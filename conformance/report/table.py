@@ -140,7 +140,7 @@ def _cells(cases: Sequence[CaseRecord]) -> Iterator[str]:
 
 
 def _verdict(cases: Sequence[CaseRecord]) -> str:
-    """Return the worst status, its number of cases, and the checks they fail."""
+    """Return the worst status, its number of cases, and the checks that failed."""
     status = _status(cases)
     word = _WORDS.get(status, status)
     of = [case for case in cases if case.status == status]

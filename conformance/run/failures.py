@@ -28,7 +28,7 @@ _CHECKS = re.compile(
     rf"({all_say_right.__name__}|{checked_collective.__name__})$",
     re.MULTILINE,
 )
-"""Functions in which a rank waits for the others after its step."""
+"""Matches a stack whose function waits for the other ranks after a step."""
 
 
 def traces_of(failure: WorldError, *, has_scaler: bool) -> tuple[RankTrace, ...]:

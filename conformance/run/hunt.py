@@ -69,7 +69,7 @@ class HuntSettings:
 class _Violation(Exception):
     """Raised inside hypothesis for a violation.
 
-    It is not an ``AssertionError``, which may also be a fault of gradparity.
+    An ``AssertionError`` is not used, because gradparity itself may raise one.
     """
 
 

@@ -1,8 +1,8 @@
 """Place: where ranks come from, a pool of processes or torchrun.
 
 [Note: One process]
-References and checks of a workload train, draw and seed on one process. They run on a
-separate rank, and never in the process of the session. The reasons: torch's global
+References and checks of a workload train, draw and seed on one process. This process is
+a separate rank, and never the process of the session. The reasons: torch's global
 generator, default dtype and autocast are shared by all threads of a process, and user
 code may crash. That rank stays warm, so its caches survive. The modules of its
 functions are imported before it is forked, by ``run/session.py``.

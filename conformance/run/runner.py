@@ -121,7 +121,8 @@ class _Seen:
     def may_lose_settings(self) -> bool:
         """True if the workload loaded its own checkpoint, and goes on by itself.
 
-        Settings may have to change after the load alone.
+        Settings need not have changed before the load: a schedule may first change
+        them afterwards.
         """
         recipe, workload = self.scenario.parsed_recipe, self.scenario.workload
         own = OfWorkload.LOOP not in workload.has
@@ -132,9 +133,10 @@ class _Seen:
         """True if the workload may average weights, or change settings by itself.
 
         A plain reference has no averages, and takes the settings from the ranks, so it
-        cannot check either. A schedule may also stand still on several ranks, which the
-        plain recipe shows. False if any step is skipped: one rank has no bad gradient
-        and would not skip it.
+        cannot check either. Settings that stand still on several ranks may change on
+        one rank. So the plain recipe in fp32 is also trained on one rank, if the
+        workload has a topology for that. False if any step is skipped: one rank has no
+        bad gradient and would not skip the step.
         """
         scenario, workload = self.scenario, self.scenario.workload
         random = scenario.parsed_recipe.training.random

@@ -160,7 +160,7 @@ def _is_of_its_gradients(
 ) -> bool:
     """Return True if the gradients are wrong, and the reported norm is right for them.
 
-    Then the norm is not at fault: ``parity.gradient`` reports the gradients.
+    If so, only ``parity.gradient`` reports a fault.
     Clipping hides a factor of all gradients. So where they are clipped, they must
     differ by enough to explain the norm: with an error E, by (1 + E) / (1 - E) times.
     """
@@ -206,7 +206,7 @@ def _used_norm(
 def _slack(parity: Parity, step: int) -> float:
     """Return the permitted relative error of a norm.
 
-    It is twice the bound, because two norms are compared.
+    The error is twice the bound, because two norms are compared.
     """
     return 2 * parity.norm_bound[step] / (parity.reference_norm[step] or 1.0)
 

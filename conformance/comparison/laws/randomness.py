@@ -22,8 +22,8 @@ from ..law import (
     skipped,
 )
 
-# The least share that is compared of replicas and of data. A draw may have no partner
-# by design, and one compared pair shows how its layer is seeded.
+# The checks of replicas and data pass after one comparison (``ANY_SHARE``). A draw may
+# have no partner by design, and one compared pair shows how its layer is seeded.
 
 
 Check = Callable[[Evidence], Finding]
@@ -64,7 +64,7 @@ def _draws(evidence: Evidence) -> Iterator[tuple[int, RankTrace, Draw]]:
 def _outside(evidence: Evidence) -> int:
     """Return the number of draws outside of any module's call.
 
-    These may belong to a recomputed forward.
+    Such draws may belong to a recomputed forward.
     """
     return sum(s.drawn_outside for _, seen in evidence.steps() for s in seen)
 

@@ -92,7 +92,7 @@ class _Loads:
     def counted(self, others: int, what: str, unseen: int) -> Finding:
         """Return a finding that passes, with the number of comparisons.
 
-        It is inconclusive if the run stopped before any load was compared.
+        The finding is inconclusive if the run stopped before any load was compared.
 
         Args:
             others: number of further comparisons, all of which agreed.
@@ -217,8 +217,8 @@ def schedule(evidence: Evidence) -> Finding:
 def _of_other_layout(evidence: Evidence) -> int:
     """Return the number of averages that cannot be compared with those of one rank.
 
-    It is unknown which elements of a parameter they hold: an average may be flattened
-    with others, or be cut differently from its parameter.
+    The elements of a parameter that such an average holds are unknown: an average may
+    be flattened with others, or be cut differently from its parameter.
     """
     ranks = () if evidence.alone is None else evidence.ranks
     return sum(
@@ -302,7 +302,8 @@ def _beside_one_rank(evidence: Evidence) -> tuple[int, int, Finding | None]:
     at most as far apart as their weights ever were, up to rounding.
 
     Returns:
-        Number of compared averages, number of those that could not be, and a failure.
+        Number of compared averages, number of averages that could not be compared, and
+        a failure or None.
     """
     alone = evidence.alone
     if alone is None:
@@ -390,7 +391,7 @@ def _weights_at(
 ) -> Floats:
     """Return some elements of a parameter after a step; nan for elements no rank has.
 
-    Elements that ``trace`` has come from it, others from the ranks that hold them.
+    Elements of the rank of ``trace`` come from ``trace``, all others from other ranks.
 
     Args:
         ranks: traces of all ranks.
@@ -409,8 +410,8 @@ def _weights_at(
 
 
 SAFETY = 4.0
-"""Factor of the permitted distance of two averages. It multiplies both terms: the
-distance of the weights, and the rounding in each step."""
+"""Factor in the permitted distance of two averages, of both terms: the distance of the
+weights, and the rounding in each step."""
 EPS = 2.0**-23
 
 

@@ -50,13 +50,14 @@ Distances = tuple[tuple[tuple[float, bool], ...], ...]
 order of calls: the distance to move the input, and True if its zeros are moved as
 well."""
 Limits = tuple[tuple[tuple[str, float], ...], ...]
-"""For each step: (parameter, largest gradient element whose sign may be flipped). It is
-a tuple because cached runs must be hashable."""
+"""For each step: (parameter, largest gradient element whose sign may be flipped). The
+type is a tuple because cached runs must be hashable."""
 Inputs = tuple[NDArray[np.float64], ...]
 """Sampled elements of each input, in the order of calls."""
 SAMPLE = 1024
-"""Number of elements of each input that are kept. The largest of 1,024 normally
-distributed errors is about 3.2 standard deviations."""
+"""Of each larger input, at least this number of elements is kept, and less than twice
+the number. The largest of 1,024 normally distributed errors is about 3.2 standard
+deviations."""
 FURTHER = 1.5
 """Inputs move by this multiple of the largest observed error, about 4.8 standard
 deviations. Of the elements that change sides in a correct run, one in 10**6 is

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class _AfterTorch:
     """Import hook that starts the recorder after torch has been imported.
 
-    It stays until torch is imported: some packages only check whether torch is
+    The hook stays until torch is imported: some packages only check whether torch is
     installed.
     """
 
