@@ -518,8 +518,8 @@ class Boundaries:
     ) -> Doubles | None:
         """Return a rank's tensor, summed over the ranks on which it is partial.
 
-        These ranks are ``group``. If it is empty, the placements of the DTensor name
-        the ranks. Returns None if one of the ranks lacks the tensor.
+        ``group`` holds these ranks. If ``group`` is empty, the placements of the
+        DTensor give the ranks. Returns None if one of the ranks lacks the tensor.
         """
         mine = self.ranks[rank].log.passed[boundary]
         group = group or mine.summed_over
@@ -638,7 +638,7 @@ class Boundaries:
                     own[at], self.starts[at] = factor, boundary
         wholes = {
             (each.rows, batch): own[rank, batch]
-            # reversed, so that of ranks with the same rows the lowest counts
+            # reversed, so that the lowest of all ranks with the same rows counts
             for rank, each in reversed(self.ranks.items())
             for batch in {b.micro_batch for b in self.order}
             if (rank, batch) in own

@@ -145,7 +145,8 @@ class ParityBounds:
     noisy: Sequence[Reference] = ()
     """Correct runs from which the bounds are derived."""
     moves: Sequence[dict[str, NDArray[np.bool_]]] = ()
-    """[step][parameter] -> True for elements that this step of the truth changes."""
+    """[step][parameter] -> True for elements that this step of the truth moves by at
+    least one fp32 spacing."""
     reference: str = ""
     """Description of the reference; empty for the plain one."""
     undecided: str = ""
@@ -278,7 +279,7 @@ def expected_choices(
         for kind, expected_choice in choices.items():
             errors = [run.errors[step].get(kind, 0.0) for run in runs]
             errors += [HALF * side.errors[step].get(kind, 0.0) for side in sides]
-            # scores near 0 have the rounding of the sums of which they consist
+            # a score near 0 has the rounding error of its summands
             scored = expected_choice.scores > MASKED
             largest = float(
                 np.abs(expected_choice.scores).max(initial=0.0, where=scored)

@@ -87,11 +87,11 @@ class Evidence:
                 yield step, each
 
     def _decisions_due(self, trace: RankTrace, at: StepTrace) -> Iterator[Decision]:
-        """Yield a rank's decisions; for a right decision to stay, None replaces False.
+        """Yield a rank's decisions, with None for parameters that rightly do not move.
 
-        Parameters may stay for four reasons: their gradients are zero, the learning
-        rate is 0, the workload skipped the step itself, or the reference moves none of
-        them.
+        Then ``parameters_changed`` is None instead of False. There are four reasons:
+        their gradients are zero, the learning rate is 0, the workload skipped the step
+        itself, or the reference moves none of them.
         """
         for number, decision in enumerate(at.decisions):
             names = [n for owned in trace.owned[number : number + 1] for n in owned]

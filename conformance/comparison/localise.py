@@ -468,7 +468,7 @@ class _Gradients:
         """
         values = [v for name in self.names for v in self._values(name, self.truth)]
         if sum(mine.size for _, mine, _ in values) < 2:
-            return ""  # of single numbers any is a multiple of any other
+            return ""  # any number is a multiple of any other
         if self._holds_last_step():
             return (
                 f"still contain the gradients of step {self.step - 1}: zero_grad() is "

@@ -232,7 +232,10 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
     def other_setting(self, step: int) -> str:
-        """Describe a setting that differed between ranks up to a step; else ""."""
+        """Describe the first wrong setting up to a step; "" if there is none.
+
+        A setting is wrong if it differs between ranks, or from the reference.
+        """
         differs = self.stack_schedule.differs
         return differs[1] if differs is not None and differs[0] <= step else ""
 

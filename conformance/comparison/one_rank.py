@@ -158,7 +158,7 @@ def plain_on_one_rank(scenario: Scenario, schedule: Schedule) -> Reference:
 
     Args:
         scenario: scenario that the ranks trained.
-        schedule: scales, which the one rank follows; no step is skipped.
+        schedule: scales, which the one rank follows; it must not skip a step.
 
     Returns:
         The run, without its gradients.
@@ -303,7 +303,7 @@ def _first_steps(scenario: Scenario, variation: Variation) -> Reference | None:
     steps = min(TRIED, scenario.steps)
     alone = Alone(
         variation=variation,
-        # so few steps need not have the scenario's skips
+        # these few steps need no skips
         skipped=(frozenset[str](),) * steps,
         scales=(1.0,) * steps,
     )

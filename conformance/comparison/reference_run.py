@@ -85,7 +85,7 @@ class Setup:
 def _uncompiled() -> Iterator[None]:
     """Run the user's model and optimizer without ``torch.compile``.
 
-    Only the runs on the ranks use it. References also run under dispatch modes, which
+    Only the runs on the ranks compile. References also run under dispatch modes, which
     do not work with compiled code.
     """
     with torch.compiler.set_stance("force_eager"):
@@ -485,11 +485,11 @@ def rows_apart(model: str) -> bool:
     losses, gradients, starts = [], [], []
     workload = resolve_workload(model)
     if workload.rounds_to is not None and workload.micro_batches is None:
-        # the workload declares that only scales join rows, and these are noise
+        # by this declaration rows are coupled only by scales, which is noise
         return True
     for variant in (TRUTH, CUT):
         try:
-            # given, because the run would call this function
+            # with rows_apart, since the run would call this function without it
             run = _first_step(model, variant, rows_apart=True)
         # the model or the loss refuses such parts, so rows must not be cut
         except (ValueError, RuntimeError, IndexError):

@@ -57,7 +57,7 @@ class StackSchedule:
     """Description of the settings that the reference follows."""
     differs: tuple[int, str] | None = None
     """First step at which ranks step a parameter with different settings, and a
-    description."""
+    description. :mod:`.parity` adds settings that differ from the reference."""
     unclear: str = ""
     """Description of changed settings whose parameters are unknown."""
 

@@ -34,7 +34,7 @@ class Variant:
 
 
 def _in_order(*noise: Perturbation) -> tuple[Perturbation, ...]:
-    """Return given perturbations and those of every run in the usual row order."""
+    """Return perturbations of a run in the usual row order: given and common ones."""
     return RoundedWeights(only_ties=True), RoundedMatrices(), *noise, StateTies()
 
 
@@ -47,7 +47,8 @@ def reordered(*, parts: int = 1, reverse: bool = False) -> Variant:
 
 TRUTH = Variant(double=True)
 PLAIN = Variant(noise=(RoundedWeights(only_ties=True), StateTies()))
-"""Run with the rows in order; noise is added only if a workload rounds to 8 bits."""
+"""Run with the rows in order. Noise is added only if a workload declares ``rounds_to``
+or ``rounds_state``."""
 NOISY = (
     PLAIN,
     reordered(reverse=True),

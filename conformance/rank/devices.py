@@ -2,8 +2,8 @@
 
     device   shared   backend   ranks
     cpu      no       gloo      as many as asked for
-    cuda     no       NCCL      one a GPU
-    cuda     yes      NCCL      several a GPU, from NCCL 2.31 on; only when asked for
+    cuda     no       NCCL      one per GPU
+    cuda     yes      NCCL      several per GPU, from NCCL 2.31 on; only when asked for
 
 Ranks cannot share a GPU over gloo: with CUDA tensors its send raises, and its coalesced
 all-gather ends the process by a signal.

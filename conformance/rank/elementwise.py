@@ -26,7 +26,8 @@ uses state of the second one, and only the fourth step shows if elements were mi
 EQUAL = 1e-9
 """Relative difference in fp64 up to which two updates are equal. Permuting elements
 changes elementwise operations by a few units of 2^-53, because the processor's vectors
-then hold other elements. A sum over the matrix changes the update by its own size."""
+then hold other elements. If an optimizer sums over the matrix, the difference is as
+large as the update."""
 
 
 @cache

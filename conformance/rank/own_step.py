@@ -214,7 +214,7 @@ class OwnStep:
         A step with a scaler or a bad gradient may leave the weights unchanged.
 
         Raises:
-            WorkloadError: if no step of any rank did so, or sets ``excused``.
+            WorkloadError: if no step on any rank set ``excused``.
         """
         excused = torch.tensor(float(self.excused), device=self.engine.device)
         dist.all_reduce(excused)
@@ -301,7 +301,7 @@ class OwnStep:
         return schedule, average, skips
 
     def restored(self) -> Restored | None:
-        """Save the run and load it into a new scaler, by the workload's own methods.
+        """Save and load a checkpoint by the workload's methods, with a new scaler.
 
         Returns:
             The scaler's states, or None if the workload has no scaler or cannot save

@@ -162,7 +162,7 @@ def record_gradient(
 
 
 def floats(tensor: Tensor) -> Floats:
-    """Return a flat copy on the host, in fp64 if the tensor is, else in fp32."""
+    """Return a flat copy on the host: in fp64 if the tensor is fp64, else in fp32."""
     on_host = tensor.detach().reshape(-1).cpu()
     wide = on_host if on_host.dtype == torch.float64 else on_host.float()
     flat: Floats = wide.numpy().copy()

@@ -387,8 +387,8 @@ class RankTrace:
     """Wrong calls made after the last step; None if the run did not get there."""
 
     restored: Restored | None = None
-    """Result of the workload's own save and load after the last step; None if the
-    workload has neither."""
+    """Result of the workload's own save and load after the last step; None without
+    these methods, without a scaler, or if the run did not get there."""
 
     loaded: tuple[int, str] | None = None
     """(number of weights that the load restored bit for bit, first weight that it did

@@ -257,7 +257,9 @@ def unequal_shares(one: Side, other: Side, at: int) -> Iterator[str]:
 def factor_of_a_count(
     one: Side, other: Side, names: Mapping[str, str], at: int
 ) -> Iterator[str]:
-    """Yield a lead if the factor of all gradients is a number of ranks or forwards.
+    """Yield a lead if gradients are off by a number of ranks or forwards.
+
+    The factor of all gradients is this number, or its inverse.
 
     Args:
         one: the reference.

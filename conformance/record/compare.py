@@ -255,7 +255,7 @@ def _obstacles(
             yield DIFFERENT, text
     replicas = [*unlike_replicas(one, other, steps)]
     for step in steps:
-        # unequal replicas compute other inputs of a second model, say
+        # unequal replicas may compute unequal inputs of a second model
         for at, text, _ in replicas:
             if at <= step:
                 yield DIFFERENT, text
@@ -264,7 +264,8 @@ def _obstacles(
     for side in (one, other):
         for text in other_again(side, steps):
             yield NOT_COMPARABLE, text
-    for _, text, is_new in replicas:  # those before a step were told above
+    # replicas that differ before a step were reported above
+    for _, text, is_new in replicas:
         if is_new or len(steps) == 1:
             later = "The job may make them equal after the step"
             later = f"{later}: record {_more(steps)}"
@@ -311,7 +312,10 @@ def _more(steps: Sequence[int]) -> str:
 
 
 def _no_names(one: Side, other: Side) -> str:
-    """Return why no tensors of the two sides match; "" if values of one name differ."""
+    """Return why no tensors of the two sides match.
+
+    Returns "" if tensors with one name and one shape have different values.
+    """
     first, second = min(one.run.steps), min(other.run.steps)
     if first != second:
         return (

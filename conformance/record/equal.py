@@ -212,7 +212,7 @@ def step_on_ranks(side: Side, step: int) -> Iterator[str]:
                         f"for {name}: {key} is {_shown(mine[key])} on rank "
                         f"{first} and {_shown(its[key])} on rank {rank}"
                     )
-    # where the job failed, it has told why itself
+    # if the job failed, its own error says why
     absent = {} if side.code else side.run.absent
     for why, idle in (("", absent), ("has found an inf and ", side.run.skipping)):
         for (at, name), ranks in idle.items():
@@ -255,7 +255,7 @@ def other_inputs(
 
 
 def _counted(rows: Sized) -> str:
-    """Return the number of recorded rows; a job may have more."""
+    """Describe a number of recorded rows; from ``MOST`` on, a job may have more."""
     least = "at least " if len(rows) >= MOST else ""
     return f"{least}{counted(len(rows), 'row')}"
 
@@ -462,7 +462,7 @@ def _settings(
 
 
 def _equal(mine: Any, its: Any) -> bool:
-    """Return True for settings that are equal as fp32 numbers or tensors."""
+    """Return True if two settings are equal; floats are compared in fp32."""
     if isinstance(mine, list) and isinstance(its, list):
         return len(mine) == len(its) and all(map(_equal, mine, its))
     if isinstance(mine, float) and isinstance(its, float):

@@ -62,7 +62,7 @@ class Settings(msgspec.Struct):
 
 
 def is_muon(kind: str, group: Mapping[str, Any]) -> bool:
-    """Return True if a group is stepped by torch's Muon, or by one of its namesakes.
+    """Return True if a group is stepped by Muon, of torch or of another package.
 
     Args:
         kind: type name of the optimizer.
@@ -167,8 +167,9 @@ class Recording(msgspec.Struct):
     """Step -> for each call of the model: a hash of each input, whatever the order of
     its elements."""
     shares: dict[int, list[Any]] = {}
-    """Step -> for each call of the model: the number of rows, and for each integer
-    input how many numbers count as labels, and how many do not."""
+    """Step -> for each call of the model: the number of rows, and two numbers for each
+    integer input. These count the elements that are not ``rows.IGNORED``, and the
+    elements that are."""
     losses: dict[int, list[Any]] = {}
     norms: dict[int, list[Any]] = {}
     """Step -> for each call of torch's clipping by norm: norm of the gradients, limit,
@@ -180,7 +181,7 @@ class Recording(msgspec.Struct):
     """Steps in which the model got inputs with gradients, as a later stage of a
     pipeline does."""
     drops: list[str] = []
-    """Dropout modules with a probability above 0."""
+    """Names of modules whose ``p`` is between 0 and 1, such as dropout."""
     outputs: set[str] = set()
     """Dtypes of the model's outputs."""
     in_16_bits: dict[str, list[str]] = {}

@@ -87,7 +87,7 @@ class Run:
     counts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     """Step -> rank -> number of its rows."""
     repeated: Mapping[int, int] = field(default_factory=dict)
-    """Step -> number of rows that several ranks got, each beside other rows."""
+    """Step -> number of rows that several ranks got in different sets of rows."""
     leaders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Parameter -> ranks whose weights other ranks take over after each step. Only
     their gradients and updates count."""
@@ -179,7 +179,8 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
     early, leaders = list[str](), dict[str, tuple[int, ...]]()
     if not exact:
         early, leaders = gradients_that_count(whole, parts, last)
-    # a tensor that no module has: unless ranks begin equal, their shares are unknown
+    # tensors that no module has are left out if ranks begin with different values: they
+    # may be unknown shards
     firsts = {k[2]: w for k, w in sorted(whole.items(), reverse=True) if _is_unnamed(k)}
     hidden = {name for name, first in firsts.items() if first.unlike}
     whole = {key: each for key, each in whole.items() if key[2] not in hidden}

@@ -51,7 +51,7 @@ def write_page(folder: Path, one: Side, other: Side, found: Comparison) -> Path:
     Raises:
         UsageError: if the folder cannot be written.
     """
-    # where the difference begins comes before what follows from it
+    # blocks come first: they show where the difference begins
     rows = [*found.blocks, *found.rows]
     kinds = list(dict.fromkeys(row.kind for row in rows))
     page = templates.page(

@@ -225,7 +225,8 @@ class Step:
 
 
 _UPDATES = {"": "update", " idle": IDLE}
-"""End of the kind of two readings of weights -> kind of their difference."""
+"""Suffix of the kinds ``before`` and ``after`` of two readings of weights -> kind of
+the difference of the readings."""
 
 
 def _weighted(when: str, part: Part, gradient: Tensor) -> dict[tuple[str, str], Wanted]:

@@ -116,8 +116,8 @@ class Roots:
 
         A job may train two models of one class, such as two critics. If models share a
         name, they get numbers: called models in the order of their first calls, then
-        others in the order in which an optimizer needs them. Models that nobody trains
-        have no number.
+        others in the order in which an optimizer needs them. Models that no optimizer
+        steps have no number.
         """
         key = id(parameter)
         name = self.names.get(key)
@@ -202,7 +202,7 @@ def _declared_ranges(
         try:
             whole, *numbers = each
             shape, start, *lengths = map(_integers, numbers)
-            # of a flat tensor, a range reaches as far as both do
+            # a range of a flat tensor ends with this tensor or with the whole one
             rest = size - first, math.prod(shape) - math.prod(start)
             (length,) = lengths or [(min(rest),)]
             is_right = 0 < math.prod(length) <= size - first

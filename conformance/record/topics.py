@@ -190,7 +190,7 @@ class Weights:
         """Parameter -> True if it was trained in the step of its last check."""
         self._groups: dict[int, tuple[int, int]] = {}
         self._known = set[int]()
-        """ids of parameters that the watch checks, or has warned about."""
+        """ids of the unwatched parameters that optimizers have had so far."""
         self._last: dict[str, int] = {}
         """Parameter -> its digest when it was checked last."""
         self._still = set[str]()
@@ -234,7 +234,7 @@ class Weights:
         self._bits = None
 
         def read(answers: Sequence[Answer]) -> Iterator[str]:
-            # settings first, because other ones lead to other bits
+            # settings first, because different settings lead to different bits
             for each, settings in zip(turn, answers[1::2], strict=True):
                 if settings.ranks:
                     yield (
@@ -410,9 +410,10 @@ class Clipped:
 
 
 def _square_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return the sum of squares of a gradient.
+    """Return the sum of squares of a gradient; 0 if there is no gradient.
 
-    None if the gradient is a partial sum, or is laid out otherwise than the parameter.
+    Returns None if the gradient is a partial sum, or laid out otherwise than the
+    parameter.
     """
     if parameter.grad is None:
         return torch.zeros((), device="cpu")
@@ -557,7 +558,7 @@ def _number(group: Mapping[str, Any]) -> int | Tensor:
 def _text_of(value: Any) -> str:
     """Return a number of a param group, or several, as text; "" for other values.
 
-    Of flags only those that are set are shown.
+    Flags are shown only if they are set.
     """
     if isinstance(value, tuple | list):
         texts = [*map(_text_of, value)]

@@ -382,7 +382,7 @@ def _check(
 
 
 def _takes_hooks(optimizer: Any) -> bool:
-    """Return False for wrappers, also where they subclass torch's optimizer."""
+    """Return True if an optimizer takes torch's step hooks; some wrappers do not."""
     if not isinstance(optimizer, Optimizer):
         return False
     try:

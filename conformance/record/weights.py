@@ -37,9 +37,10 @@ BF16, FP16 = 2**16, 2**13
 place. TF32 rounds like fp16."""
 NEAR = 32
 """Largest distance from a boundary of bf16 rounding, in fp32 units in the last place,
-at which a weight moves across the boundary; for fp16 an eighth. Without these moves, no
-weight of a small model would change after rounding to 16 bits. One weight in 2,000
-moves across a boundary. In root mean square all weights then move by 1.1 units."""
+at which a weight moves across the boundary; for fp16, an eighth of it. Without these
+moves, no weight of a small model would change after rounding to 16 bits. One weight in
+2,000 moves across a boundary. In root mean square all weights then move by 1.1
+units."""
 ACROSS = 16
 """Expected number of weights that cross a boundary of rounding. A model of fewer
 than 32,000 weights needs a larger ``NEAR`` for it. If only one or two cross, too little

@@ -260,7 +260,7 @@ class CaseRecord(_Line, frozen=True, kw_only=True, tag="case"):
 
     @property
     def findings(self) -> tuple[Verdict, ...]:
-        """Verdicts of the case; if it has none, one error with the reason."""
+        """Verdicts of the case. If no check could be applied, an error comes first."""
         if not self.problem:
             return self.verdicts
         law = self.whose or HARNESS

@@ -59,7 +59,7 @@ class HuntSettings:
     """Folder with failing scenarios, which the next hunt tries first."""
     timeout_s: float = 60.0
     script: Path | None = None
-    """Path of a standalone script of the violation; None writes none."""
+    """Path of a standalone script of the violation; None for no script."""
 
     def __post_init__(self) -> None:
         if not self.budget_s > 0:
@@ -87,7 +87,7 @@ class Found:
 
 @st.composite
 def fault_plans(draw: st.DrawFn, world_size: int, steps: int, model: str) -> str:
-    """Draw up to three faults anywhere in the run."""
+    """Draw up to three faults anywhere in the run, as text for a scenario."""
     count = draw(st.integers(0, 3))
     targets = [split_parameter(model) if t == "split" else t for t in TARGETS]
     parts = [
@@ -128,7 +128,8 @@ def hunt(settings_: HuntSettings, console: Console) -> int:
     """Draw and run scenarios until the budget is spent or a violation is shrunk.
 
     Returns:
-        0 no violation, 1 a violation, 3 no scenario had a verdict.
+        0 no violation, 1 a violation, 3 no violation, but the harness broke in a
+        scenario or no scenario ran.
     """
     finding = Found()
     with Runner(folder=settings_.folder, timeout_s=settings_.timeout_s) as runner:

@@ -72,7 +72,7 @@ def _parity(evidence: Evidence, kind: str) -> Finding:
         # the settings of a step act after its loss and gradient
         until = first.step - (kind in ("loss", "gradient"))
         other = parity.other_setting(until)
-    else:  # no update is off by so much that a setting shows
+    else:  # updates are within their bounds, but a setting may differ
         other = schedule.differs[1] if schedule.differs and kind == "update" else ""
     if other:
         finding = replace(finding, message=f"{finding.message}; {other}")

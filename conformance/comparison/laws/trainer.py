@@ -103,7 +103,7 @@ class _Loads:
             what += f", with {self.compared} loads from a checkpoint"
         total, missed = self.compared + others, self.missed + unseen
         finding = count_or_inconclusive(total, what, missed)
-        # the check is about steps and a load, and steps alone are half of it
+        # without a load, only half of the check was made
         if total and self.stopped and not self.compared:
             text = f"{finding.message}: the run stopped before one"
             return replace(finding, status=Status.INCONCLUSIVE, message=text)
