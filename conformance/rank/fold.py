@@ -204,7 +204,7 @@ def _left(ranks: Sequence[RankTrace]) -> Iterator[frozenset[str]]:
     used, outside, inside = zip(*map(_uses, ranks), strict=True)
     anywhere, inner = set[Elements]().union(*used), set[Elements]().union(*inside)
     for trace, mine, outer, own in zip(ranks, used, outside, inside, strict=True):
-        # what an inner optimizer uses, on any rank, is not the outer one's
+        # a gradient that an inner optimizer uses, on any rank, is not the outer one's
         taken = mine - ((outer & inner) - own)
         left = anywhere.intersection(trace.shards.items()) - taken
         yield frozenset(name for name, _ in left)

@@ -84,7 +84,7 @@ class SameSkips:
             self.unscale_(optimizer)
         due = self.skips[self.at] if self.at < len(self.skips) else frozenset()
         names = self.names_of(optimizer)
-        # a lone optimizer may step copies of any parameter, so each skip is its own
+        # without names, it may step copies of any parameter, so it makes each skip
         skip = bool(due) and (not names or bool(due & names))
         self.skipped[id(optimizer)] = skip
         return None if skip else optimizer.step(*args, **kwargs)

@@ -151,7 +151,7 @@ class Kept:
         return self if by == 1.0 else replace(self, sketch=self.sketch / by)
 
     def update(self, before: Kept, unit: float) -> Kept:
-        """Return the numbers of an update; its sketch is this one minus ``before``'s.
+        """Return the numbers of an update: the difference of the two sketches.
 
         The factor of an element is the absolute value of its gradient. For idle
         elements, the factor is 1 where the gradient is zero, and 0 elsewhere.

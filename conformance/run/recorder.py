@@ -159,7 +159,7 @@ class Recorder:
             script = self.place.alone(standalone_script, case.scenario, case.scaler)
         except (UsageError, AloneError):  # not every scenario has a script
             return record
-        # an error of gradparity: a verdict without a script is still a verdict
+        # an error of gradparity: the record is complete without a script
         except Exception:
             _LOGGER.exception("no script could be made for %s", case.scenario.id)
             return record

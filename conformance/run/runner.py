@@ -135,8 +135,8 @@ class _Seen:
         A plain reference has no averages, and takes the settings from the ranks, so it
         cannot check either. Settings that stand still on several ranks may change on
         one rank. So the plain recipe in fp32 is also trained on one rank, if the
-        workload has a topology for that. False if any step is skipped: one rank has no
-        bad gradient and would not skip the step.
+        workload has a topology for that and no ``lr_schedule``. False if any step is
+        skipped: one rank has no bad gradient and would not skip the step.
         """
         scenario, workload = self.scenario, self.scenario.workload
         random = scenario.parsed_recipe.training.random
@@ -335,7 +335,7 @@ class Runner:
             watched = self.runs.watched(case.scaler, scenario, step)
             evidence_there = evidence.ranks, evidence.parity, step, watched
             location = self.runs.beside_references(locate, scenario, *evidence_there)
-        # the verdict does not depend on the location
+        # no check depends on the location
         except Exception as error:
             _LOGGER.info("not localised: %s", scenario.id, exc_info=True)
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
