@@ -55,8 +55,8 @@ type is a tuple because cached runs must be hashable."""
 Inputs = tuple[NDArray[np.float64], ...]
 """Sampled elements of each input, in the order of calls."""
 SAMPLE = 1024
-"""Of each larger input, at least this number of elements is kept, and less than twice
-the number. The largest of 1,024 normally distributed errors is about 3.2 standard
+"""Least number of elements kept of each larger input; fewer than twice as many are
+kept. The largest of 1,024 normally distributed errors is about 3.2 standard
 deviations."""
 FURTHER = 1.5
 """Inputs move by this multiple of the largest observed error, about 4.8 standard
