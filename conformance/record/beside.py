@@ -16,13 +16,11 @@ from .merge import Run, Side
 
 __all__ = [
     "batch_norms",
-    "clipped",
     "factor_of_a_count",
     "late",
     "left_out",
     "losses",
     "narrower",
-    "norms_apart",
     "padded_batches",
     "precisions",
     "shown_later",
@@ -32,13 +30,6 @@ __all__ = [
 
 COUNT = 1e-3
 """Largest relative difference of a factor from a number of ranks or forwards."""
-NORM = 1e-3
-"""Largest relative error of a norm: torch adds up squares in the dtype of gradients."""
-UNITS = 4
-"""Largest error of a norm in units in its last place, for a norm in 16 bits."""
-CLIPPED = 1e-4
-"""Largest relative difference of norms that clipping made equal; torch's clipping adds
-1e-6 to a norm."""
 
 
 def precisions(one: Side, other: Side) -> Iterator[str]:
@@ -94,141 +85,6 @@ def wider(one: Side, other: Side, names: Mapping[str, str]) -> Iterator[str]:
             f"precision: modules return {' and '.join(sorted(dtypes))} in {one.name}, "
             f"and none is known to in {other.name}"
         )
-
-
-def clipped(
-    one: Side, other: Side, steps: Sequence[int], *, differs: bool
-) -> Iterator[str]:
-    """Yield a warning if the whole gradient has the same norm at all steps.
-
-    The cause is clipping, which hides a wrong factor of the loss if both sides clip. If
-    the norm is the same on one side only, the warning needs ``differs``.
-
-    Args:
-        one: the reference.
-        other: the side to check.
-        steps: steps of both sides; with a single step nothing is yielded.
-        differs: true if the comparison found a difference.
-    """
-    norms = []
-    for side in (one, other):
-        squares = dict.fromkeys(steps, 0.0)
-        for (step, kind, _), whole in side.run.tensors.items():
-            if kind == "gradient" and step in squares:
-                squares[step] += whole.square
-        norms.append([math.sqrt(square) for square in squares.values()])
-
-    def are_alike(norms: Sequence[float]) -> bool:
-        # False for nan, which is the norm of gradients that are yet to be summed
-        near = CLIPPED * norms[0]
-        return norms[0] > 0 and all(abs(norm - norms[0]) <= near for norm in norms)
-
-    if len(steps) < 2:
-        return
-    mine, its = map(are_alike, norms)
-    if are_alike([*norms[0], *norms[1]]):
-        yield (
-            f"clipped: the norm of the whole gradient is {norms[0][0]:.4g} at each "
-            "step on both sides, which hides a wrong factor of the loss: record once "
-            "without clipping"
-        )
-    elif differs and (mine or its):
-        clips, free = (one, other) if mine else (other, one)
-        (size, *_), others = norms if mine else norms[::-1]
-        texts = ", ".join(f"{norm:.4g}" for norm in others)
-        yield (
-            f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
-            f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
-            "all shards? If so, the loss has another factor: record once without "
-            "clipping"
-        )
-
-
-def norms_apart(
-    one: Side, other: Side, rows: Sequence[Row], steps: Sequence[int], *, differs: bool
-) -> str:
-    """Return a sentence if ranks clip by another norm than the other side; else "".
-
-    Below its limit, a wrong norm does not change a gradient yet. Gradients within their
-    bounds have norms, also of a part of them, that differ by at most the norm of all
-    bounds. A side whose ranks have unequal norms is the one to check.
-
-    Args:
-        one: the reference.
-        other: the side to check.
-        rows: all compared tensors.
-        steps: steps of both sides.
-        differs: true if gradients differ: only norms that differ between ranks are
-            then a cause.
-    """
-    for step in steps:
-        sizes = {
-            name: whole.norm
-            for (at, kind, name), whole in one.run.tensors.items()
-            if (at, kind) == (step, "gradient")
-        }
-        bounds = {
-            row.name: row.bound * sizes[row.name]
-            for row in rows
-            if (row.step, row.kind) == (step, "gradient")
-        }
-        if bounds.keys() != sizes.keys() or not any(sizes.values()):
-            continue
-        size, bound = math.hypot(*sizes.values()), math.hypot(*bounds.values())
-        for right, wrong in ((one, other), (other, one)):
-            apart = [
-                (rank, call, its)
-                for rank, call, its in _calls(right.run, wrong.run, step)
-                # the job may clip before it divides gradients by a scale
-                if _is_apart(call, its, bound * max(1.0, call[0] / size))
-            ]
-            if not apart:
-                continue
-            rank, (norm, limit, _), (its, *_) = apart[0]
-            norms = f"by the norm {its:.4g}, and {right.name} by {norm:.4g}"
-            ranks = {rank for rank, *_ in apart}
-            are_alike = len({call[0] for *_, call in apart}) == 1
-            if not (are_alike and ranks == wrong.run.norms[step].keys()):
-                text = (
-                    f"rank {rank} of {wrong.name} clips {norms}: each rank must clip "
-                )
-                text += "by the norm of the whole gradient"
-            elif differs:
-                continue  # as a consequence
-            else:
-                text = f"{wrong.name} clips {norms}, {its / norm:.3f} x that: has the "
-                text += "loss that factor, or does the norm count gradients twice?"
-            if max(norm, its) <= limit:
-                text += ". The limit is not reached, so no gradient differs yet"
-            return f"step {step}: {text}"
-    return ""
-
-
-def _is_apart(call: Sequence[float], its: Sequence[float], bound: float) -> bool:
-    """Return True if the norms of two calls of clipping differ by more than noise.
-
-    Args:
-        call: norm, limit, and unit in the last place of 1, on the first side.
-        its: the same of the second side.
-        bound: largest difference that gradients within their bounds cause.
-    """
-    (norm, limit, unit), (other, its_limit, its_unit) = call, its
-    near = bound + norm * max(NORM, UNITS * max(unit, its_unit))
-    return limit == its_limit < math.inf and abs(other - norm) > near
-
-
-def _calls(
-    right: Run, wrong: Run, step: int
-) -> Iterator[tuple[int, Sequence[float], Sequence[float]]]:
-    """Yield calls of clipping on each rank of ``wrong``: rank, call of ``right``, call.
-
-    Yields none if the ranks of ``right`` clip by unequal norms.
-    """
-    first, *others = [*right.norms.get(step, {}).values()] or [()]
-    if all(calls == first for calls in others):
-        for rank, calls in wrong.norms.get(step, {}).items():
-            if len(calls) == len(first):
-                yield from ((rank, *pair) for pair in zip(first, calls, strict=True))
 
 
 def unequal_shares(one: Side, other: Side, at: int) -> Iterator[str]:

@@ -14,19 +14,18 @@ from statistics import median
 from ..status import counted
 from .beside import (
     batch_norms,
-    clipped,
     factor_of_a_count,
     late,
     left_out,
     losses,
     narrower,
-    norms_apart,
     padded_batches,
     precisions,
     shown_later,
     unequal_shares,
     wider,
 )
+from .clipping import clipped, norms_apart, uncompared_norms
 from .differences import KINDS, Row, rows_of_sides, running_statistics
 from .equal import (
     PLACES,
@@ -169,6 +168,7 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.leads[:0] = clips
     else:
         comparison.facts += clips
+    comparison.facts += uncompared_norms(one.run, other.run, steps)
     comparison.facts += losses(one.run, other.run, steps)
     comparison.facts += left_out(one.run, other.run, names, comparison.rows, steps)
     comparison.facts += late(one, other)

@@ -39,7 +39,8 @@ from torch.optim import Optimizer
 
 from ..status import counted
 from .backward import Rounding
-from .files import Recording, Stored, as_numbers, copied, write_rank
+from .clipping import call_of
+from .files import Recording, Stored, as_numbers, write_rank
 from .modules import Blocks, is_traced
 from .orders import LATE, ORDERS, TWICE, Orders, Unrecorded
 from .parts import trains
@@ -129,17 +130,13 @@ class Recorder:
         """ids of the called models."""
         self.in_16_bits: dict[torch.dtype, dict[int, nn.Module]] = {}
         """Dtype of 16 bits -> modules, by id, that returned this dtype."""
-        self.calls_of_modules: list[Any] = []
-        """Handles of global module hooks. Hooks on the model itself would be saved and
-        copied with it."""
-        self.compile_in_place = nn.Module.compile
-        self.scaled_step = GradScaler.step
+        self.patches = ExitStack()
+        """Removes global module hooks, and puts torch's own functions back. Hooks on
+        the model itself would be saved and copied with it."""
         self.scaler: Any = None
         """Scaler of torch whose ``step`` runs."""
         self.limits: set[float] = set()
         """Limits by which torch has clipped norms since the last optimizer step."""
-        self.ignore_clipping: Callable[[], None] | None = None
-        """Puts torch's own clipping back."""
         noted = self._noting_errors
         self.hooks = StepHooks(
             noted(self._begins),
@@ -150,30 +147,32 @@ class Recorder:
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
-        self.calls_of_modules = [
-            register_module_forward_pre_hook(self._called),
-            register_module_forward_hook(self._left, always_call=True),
-        ]
+        compile_in_place, scaled_step = nn.Module.compile, GradScaler.step
 
-        @wraps(self.compile_in_place)
+        @wraps(compile_in_place)
         def compiles(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            self.compile_in_place(module, *args, **kwargs)
+            compile_in_place(module, *args, **kwargs)
             around_compiled(module, self._called, self._left)
 
-        nn.Module.compile = compiles  # type: ignore[method-assign,assignment]
-
-        @wraps(self.scaled_step)
+        @wraps(scaled_step)
         def steps(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             self.scaler = scaler
             try:
-                return self.scaled_step(scaler, *args, **kwargs)
+                return scaled_step(scaler, *args, **kwargs)
             finally:
                 self.scaler = None
 
+        undo = self.patches.callback
+        undo(register_module_forward_pre_hook(self._called).remove)
+        undo(register_module_forward_hook(self._left, always_call=True).remove)
+        undo(setattr, nn.Module, "compile", compile_in_place)
+        nn.Module.compile = compiles  # type: ignore[method-assign,assignment]
+        undo(setattr, GradScaler, "step", scaled_step)
         GradScaler.step = steps  # type: ignore[method-assign,assignment]
-        self.ignore_clipping = around_clipping(self._clips)
+        undo(around_clipping(self._clips))
         self.hooks.install()
         if self.rounding is not None:
+            undo(self.rounding.remove)
             self.rounding.install()
         atexit.register(self.write)
 
@@ -268,14 +267,7 @@ class Recorder:
             self._leaves(module, output)
 
     def _look_away(self) -> None:
-        for handle in self.calls_of_modules:
-            handle.remove()
-        nn.Module.compile = self.compile_in_place  # type: ignore[method-assign]
-        GradScaler.step = self.scaled_step  # type: ignore[method-assign]
-        if self.ignore_clipping is not None:
-            self.ignore_clipping()
-        if self.rounding is not None:
-            self.rounding.remove()
+        self.patches.close()
         if self.blocks is not None:
             self.blocks.remove()
 
@@ -314,14 +306,8 @@ class Recorder:
         if is_traced() or not self._records_next():
             return
         with self.noting("the norm of clipped gradients"):
-            if not isinstance(norm, Tensor):
-                norm = torch.tensor(float(norm), device="cpu")
-            unit = torch.finfo(norm.dtype).eps
-            if placements := getattr(norm, "placements", ()):  # of a DTensor
-                is_whole = all(each.is_replicate() for each in placements)
-                norm = norm.to_local() if is_whole else math.nan
-            call = [copied(norm), float(limit), unit]
-            self.recording.norms.setdefault(self._next(), []).append(call)
+            calls = self.recording.norms.setdefault(self._next(), [])
+            calls.append(call_of(norm, limit))
             self.limits.add(float(limit))
 
     def _next(self) -> int:

@@ -1294,6 +1294,23 @@ def test_norms_that_cannot_be_compared_are_left_alone() -> None:
     assert against(coarse, one).code == SAME
 
 
+@pytest.mark.parametrize(
+    ("norms", "is_listed"),
+    [
+        ({0: [[math.nan, 100.0, UNIT]]}, True),
+        ({0: [[SUM, 100.0, UNIT]] * 2}, True),
+        ({0: [[SUM, 100.0, UNIT]]}, False),
+        ({}, False),  # one side does not clip by torch's functions
+    ],
+)
+def test_norms_that_were_not_compared_are_listed(norms: Any, is_listed: bool) -> None:
+    one = replace(ONE, run=clips(0, SUM))
+    found = against(replace(run(4), norms={1: norms}), one)
+    line = "not compared: the norms by which the sides clip"
+    assert found.code == SAME
+    assert any(fact.startswith(line) for fact in found.facts) == is_listed
+
+
 def test_unequal_norms_are_the_cause_of_gradients_that_differ() -> None:
     one = replace(ONE, run=clips(0, SUM, limit=1.0))
     key = (1, "gradient", "b")
