@@ -29,9 +29,10 @@ class Scripts:
         self, scaler: str, scenario: str, errors: int
     ) -> subprocess.CompletedProcess[str]:
         script = standalone_script(Scenario.parse(scenario), scaler)
-        assert "LIMIT = timedelta(seconds=120)" in script
-        limit = f"LIMIT = timedelta(seconds={self.limit_s})"
-        self.path.write_text(script.replace("LIMIT = timedelta(seconds=120)", limit))
+        limit = "LIMIT = timedelta(seconds=120)"
+        assert limit in script
+        own = limit.replace("120", str(self.limit_s))
+        self.path.write_text(script.replace(limit, own))
         return subprocess.run(
             [*self.python, str(self.path)],
             stdout=subprocess.PIPE,

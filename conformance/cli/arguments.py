@@ -79,8 +79,8 @@ examples:
   gradparity run --scaler mypackage.amp:MyScaler       check a gradient scaler
 
 exit codes of run: 0 all checks pass, 1 a check fails, 2 usage, 3 no result (your code
-raised, the harness broke, the report is incomplete), 4 inconclusive. Those of record
-and compare are in their --help. docs/start.md takes five minutes.
+raised, the harness broke, the report is incomplete), 4 inconclusive. The commands
+record and compare have their own, see their --help. docs/start.md takes five minutes.
 """
 
 

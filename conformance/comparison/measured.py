@@ -232,7 +232,7 @@ class Parity:
         self.per_parameter[row.parameter] = max(best, row.ratio)
 
     def other_setting(self, step: int) -> str:
-        """Describe the first wrong setting up to a step; "" if there is none.
+        """Describe the first wrong setting up to a step; return "" if all are right.
 
         A setting is wrong if it differs between ranks, or from the reference.
         """

@@ -78,8 +78,8 @@ Doubles = NDArray[np.float64]
 PLAIN = Variation()
 TRUTH = Variation(double=True)
 SHIFTED = Variation(moved=1)
-"""Variation in which only the weights are moved. Calls and rows are those of the
-truth."""
+"""Variation that moves only the weights. It makes the same calls on the same rows as
+the truth."""
 NOISY = (
     PLAIN,
     Variation(permuted=True),

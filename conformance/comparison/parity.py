@@ -212,7 +212,7 @@ def _other_constant(
 ) -> OtherConstant | None:
     """Return the first setting of a rank that differs although no schedule changes it.
 
-    Returns None if all such settings are those of the reference.
+    Returns None if all such settings equal those of the reference.
     """
     alone = scenario.workload.one_rank
     whose = "on one rank" if alone else "by the workload's optimizer"

@@ -143,7 +143,7 @@ class ChoiceLog(Observer):
         self, kind: str, reference: Choices, scores: Tensor, mine: Tensor
     ) -> Tensor:
         theirs = torch.from_numpy(reference.chosen)
-        # the noise bounds each score, so rows are as far apart as their worst score
+        # the distance of two rows is the largest distance of their scores
         apart = torch.cdist(scores, torch.from_numpy(reference.scores), p=torch.inf)
         error, nearest = apart.min(1)
         if reference.limit == torch.inf:  # for a reference, the errors are the noise
