@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -33,6 +34,7 @@ __all__ = [
     "as_numbers",
     "copied",
     "read_run",
+    "this_rank",
     "write_rank",
 ]
 
@@ -231,6 +233,11 @@ class _Header(msgspec.Struct):
     """(key, index of its box, sketch length, digest, rounded digest, square, largest,
     number of non-finite elements) of each part. Sketches are concatenated in one array.
     JSON has no inf or nan: they are written as null."""
+
+
+def this_rank() -> int:
+    """Return the rank of this process; without a group, that which torchrun gave it."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def write_rank(folder: Path, rank: int, recording: Recording) -> None:

@@ -29,31 +29,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..status import counted
-from .backward import Rounding
 from .clipping import call_of
-from .files import Recording, Stored, as_numbers, write_rank
-from .modules import Blocks, is_traced
+from .files import Recording, as_numbers, this_rank, write_rank
+from .forwards import Forwards
+from .modules import is_traced
 from .orders import LATE, ORDERS, TWICE, Orders, Unrecorded
-from .parts import trains
-from .reading import State, Step, dense, states_of_generators
+from .reading import State, Step, dense
 from .roots import Places, Roots
-from .rows import keep_rows, tensors_in
 from .steps import StepHooks, parameters_of
-from .torch_internals import around_clipping, around_compiled, scale_of
-from .weights import begin_from, nudge, nudge_gradients, write_start
+from .torch_internals import around_clipping, scale_of
+from .weights import nudge_gradients
 
 __all__ = ["Recorder", "install", "record"]
 
-IN_16_BITS = {torch.bfloat16, torch.float16}
 NOTES = 20
 """Largest number of notes: a failing hook fails at every step."""
 
@@ -97,16 +88,6 @@ class Recorder:
         """Optimizers that stepped after the recording was written."""
         self.finals: list[tuple[int, State]] = []
         """Number of an optimizer and its state after its last recorded step."""
-        self.prepared: set[int] = set()
-        """ids of all parameters of prepared models."""
-        self.models = 0
-        """Number of prepared models."""
-        self.inner: set[int] = set()
-        """ids of the called models and of all modules inside them."""
-        self.rounding = Rounding(self.noting) if orders.rounds else None
-        self.blocks = Blocks(self.noting) if orders.modules else None
-        if self.blocks is not None and self.rounding is not None:
-            self.blocks.of_loss = self.rounding.of_loss
         self.declared: set[int] = set()
         """ids of the parameters and modules passed to :func:`record`; others, such as
         those of an inner loop, are not recorded. Empty if ``record`` was not called."""
@@ -119,20 +100,21 @@ class Recorder:
         """Number of blocks of :func:`record` that have begun and not ended."""
         self.is_told = False
         """True once the user was told that a block of ``record`` is not recorded."""
-        self.generators: dict[int, list[Tensor]] = {}
-        """id of a model -> states of the random generators when it was called."""
         self.process = os.getpid()
         """Process that recorded the last step: a fork of it writes nothing."""
-        self.rank = _rank()
+        self.rank = this_rank()
         """Rank at the last recorded step; the job may destroy its process group."""
         self.written = False
-        self.outer: set[int] = set()
-        """ids of the called models."""
-        self.in_16_bits: dict[torch.dtype, dict[int, nn.Module]] = {}
-        """Dtype of 16 bits -> modules, by id, that returned this dtype."""
+        self.forwards = Forwards(
+            orders,
+            self.recording,
+            self.roots,
+            self.declared,
+            self._next_step,
+            self.noting,
+        )
         self.patches = ExitStack()
-        """Removes global module hooks, and puts torch's own functions back. Hooks on
-        the model itself would be saved and copied with it."""
+        """Puts torch's own functions back."""
         self.scaler: Any = None
         """Scaler of torch whose ``step`` runs."""
         self.limits: set[float] = set()
@@ -147,12 +129,7 @@ class Recorder:
 
     def install(self) -> None:
         """Hook optimizers and the outermost model."""
-        compile_in_place, scaled_step = nn.Module.compile, GradScaler.step
-
-        @wraps(compile_in_place)
-        def compiles(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            compile_in_place(module, *args, **kwargs)
-            around_compiled(module, self._called, self._left)
+        scaled_step = GradScaler.step
 
         @wraps(scaled_step)
         def steps(scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,161 +140,37 @@ class Recorder:
                 self.scaler = None
 
         undo = self.patches.callback
-        undo(register_module_forward_pre_hook(self._called).remove)
-        undo(register_module_forward_hook(self._left, always_call=True).remove)
-        undo(setattr, nn.Module, "compile", compile_in_place)
-        nn.Module.compile = compiles  # type: ignore[method-assign,assignment]
         undo(setattr, GradScaler, "step", scaled_step)
         GradScaler.step = steps  # type: ignore[method-assign,assignment]
         undo(around_clipping(self._clips))
         self.hooks.install()
-        if self.rounding is not None:
-            undo(self.rounding.remove)
-            self.rounding.install()
+        undo(self.forwards.remove)
+        self.forwards.install()
         atexit.register(self.write)
 
     def remove(self) -> None:
         """Remove all hooks; the recorder then holds no reference to the model."""
-        self._look_away()
+        self.patches.close()
         self.hooks.remove()
         atexit.unregister(self.write)
 
-    # - The model
+    def _next_step(self) -> int | None:
+        """Return the number of the next step; None if it is not recorded.
 
-    def _called(self, module: nn.Module, args: Any) -> None:
-        """Find outermost models, and read their inputs; a global forward pre-hook.
-
-        An outermost model is a trained module that no recorded model contains.
+        The first optimizer counts the steps.
         """
-        if is_traced():
-            return
-        if id(module) in self.inner:
-            if id(module) in self.outer:
-                self._enters(module, args)
-            return
-        with self.noting("the first forward"):
-            if not torch.is_grad_enabled() or not trains(module):
-                return
-            if _passes_a_method_on(module):
-                return  # which calls the models
-            if any(map(is_lazy, module.parameters())):
-                return  # this call makes the parameters
-            if any(p.grad_fn is not None for p in module.parameters()):
-                return  # functional_call has put other tensors in their place
-            ids = {id(each) for each in module.modules()}
-            own = {id(each) for each in module.parameters()} | ids
-            if self.declared and self.declared.isdisjoint(own):
-                return
-            self._forget_parts(module, ids)
-            self.inner |= ids
-            # a job may call the module that DDP wraps, too
-            is_wrapper = isinstance(module, DistributedDataParallel)
-            model: nn.Module = module.module if is_wrapper else module  # type: ignore[assignment]  # that of DDP is a module
-            self.roots.called.append(model)
-            self.outer.add(id(model))
-            self.prepare(module)
-            if self.blocks is not None and len(self.roots.called) == 1:
-                with self.noting("--modules"):
-                    self.blocks.hook(model)
-            if not is_wrapper:  # DDP's hook calls this hook again for the module inside
-                self._enters(model, args)
-
-    def _forget_parts(self, module: nn.Module, ids: set[int]) -> None:
-        """Forget recorded models that turn out to be parts of a larger one.
-
-        A layer may be called by itself while the model is built, to infer its size. The
-        rows recorded so far are kept if the new module only wraps the model.
-        """
-        called = self.roots.called
-        if called and id(called[0]) in ids:
-            before, now = (len([*m.parameters()]) for m in (called[0], module))
-            if before < now:
-                self.recording.forget_rows()
-            if self.blocks is not None:
-                self.blocks.remove()
-        self.outer -= ids
-        called[:] = [each for each in called if id(each) not in ids]
-
-    def prepare(self, module: nn.Module) -> None:
-        """Write, replace or nudge the weights of a model, once, whatever wraps it."""
-        own = {id(parameter) for parameter in module.parameters()}
-        if own <= self.prepared:
-            return
-        number = self.models
-        self.models += 1
-        self.prepared |= own
-        if self.orders.start:
-            note = begin_from(Path(self.orders.start), number, module, self.roots)
-            self.recording.notes += [note] if note else []
-        if self.orders.keep_start:
-            write_start(self.out, _rank(), module, self.roots)
-        if self.orders.nudge:
-            nudge(module, self.orders.nudge, self.roots)
-
-    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        if id(module) not in self.inner or is_traced():
-            return
-        if self._records_next():
-            with self.noting("the output of a module"):
-                for dtype in {t.dtype for t in tensors_in(output)} & IN_16_BITS:
-                    self.in_16_bits.setdefault(dtype, {})[id(module)] = module
-        if id(module) in self.outer:
-            if self.rounding is not None:
-                self.rounding.see(output)
-            self._leaves(module, output)
-
-    def _look_away(self) -> None:
-        self.patches.close()
-        if self.blocks is not None:
-            self.blocks.remove()
-
-    def _enters(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not self._records_next():
-            return
-        with self.noting("rows"):
-            # inputs of a second model may be outputs of the first one
-            if module is self.roots.called[0]:
-                inputs = [*args, *_keywords_of_caller().values()]
-                if not all(_has_values(t) for each in inputs for t in tensors_in(each)):
-                    return
-                digests = keep_rows(self.recording, self._next(), inputs)
-                if self.blocks is not None:
-                    self.blocks.begin(self._next(), digests, inputs)
-            self.generators[id(module)] = _generators(module)
-
-    def _leaves(self, module: nn.Module, output: Any) -> None:
-        if self.blocks is not None and module is self.roots.called[0]:
-            self.blocks.end()
-        before = self.generators.pop(id(module), None)
-        if before is None:
-            return
-        with self.noting("the output of the model"):
-            if not all(map(torch.equal, before, _generators(module))):
-                self.recording.drew.add(self._next())
-            floats = (t for t in tensors_in(output) if t.is_floating_point())
-            main = next((t for t in floats if t.numel() > 1), None)
-            if main is not None:
-                self.recording.outputs.add(str(main.dtype).removeprefix("torch."))
-            loss = getattr(output, "loss", output)
-            if isinstance(loss, Tensor) and loss.numel() == 1 and _has_values(loss):
-                self.recording.losses.setdefault(self._next(), []).append(loss.detach())
-
-    def _clips(self, norm: Any, limit: float) -> None:
-        if is_traced() or not self._records_next():
-            return
-        with self.noting("the norm of clipped gradients"):
-            calls = self.recording.norms.setdefault(self._next(), [])
-            calls.append(call_of(norm, limit))
-            self.limits.add(float(limit))
-
-    def _next(self) -> int:
-        """Return the number of the next step; the first optimizer counts the steps."""
-        return self.calls[0] if self.optimizers else self.orders.first
-
-    def _records_next(self) -> bool:
-        return not self.written and self._next() in self.steps
+        step = self.calls[0] if self.optimizers else self.orders.first
+        return None if self.written or step not in self.steps else step
 
     # - Optimizers
+
+    def _clips(self, norm: Any, limit: float) -> None:
+        if is_traced() or (step := self._next_step()) is None:
+            return
+        with self.noting("the norm of clipped gradients"):
+            calls = self.recording.norms.setdefault(step, [])
+            calls.append(call_of(norm, limit))
+            self.limits.add(float(limit))
 
     def _begins(self, optimizer: Any) -> None:
         """Read an optimizer's weights when its step begins.
@@ -416,7 +269,7 @@ class Recorder:
             with self.noting("the update"), torch.no_grad():
                 step.end()
                 self.done.append(step)
-                self.process, self.rank = os.getpid(), _rank()
+                self.process, self.rank = os.getpid(), this_rank()
                 if dist.is_initialized():
                     self.recording.world_size = dist.get_world_size()
                 self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
@@ -536,7 +389,7 @@ class Recorder:
             return
         # hooks of steps stay, because one of them may be the caller
         self.written = True
-        self._look_away()
+        self.patches.close()
         is_written = False
         with self.noting("writing"):
             self._fill()
@@ -557,10 +410,10 @@ class Recorder:
 
     def _let_go(self) -> None:
         """Drop all tensors: a job may train another model after this one."""
-        self.done, self.finals, self.roots = [], [], Roots()
-        self.optimizers, self.in_16_bits, self.blocks = {}, {}, None
-        for each in (self.running, self.starts, self.generators):
-            each.clear()
+        self.done, self.finals, self.roots, self.optimizers = [], [], Roots(), {}
+        self.running.clear()
+        self.starts.clear()
+        self.forwards.let_go()
 
     def _write_why_not(self) -> None:
         calls = {
@@ -570,28 +423,15 @@ class Recorder:
         if calls or self.recording.notes or self.roots.called:
             self.out.mkdir(parents=True, exist_ok=True)
             why = Unrecorded(calls=calls, notes=self.recording.notes)
-            path = self.out / f"unrecorded-{_rank()}.json"
+            path = self.out / f"unrecorded-{this_rank()}.json"
             path.write_bytes(msgspec.json.encode(why))
 
     def _fill(self) -> None:
         """Read all numbers from their devices into the recording."""
+        self.forwards.fill()
         out = self.recording
-        out.drops = sorted(
-            name
-            for module in self.roots.called
-            for name, each in module.named_modules()
-            if isinstance(getattr(each, "p", None), float) and 0 < each.p < 1
-        )
         stepped = {part.name for step in self.done for part in step.start.parts}
         out.unstepped = self.roots.unstepped(stepped)
-        out.in_16_bits = {
-            str(dtype).removeprefix("torch."): sorted(
-                self.roots.names_of(
-                    p for m in modules.values() for p in m.parameters(recurse=False)
-                )
-            )
-            for dtype, modules in self.in_16_bits.items()
-        }
         for step in self.done:
             out.calls.append(step.call)
             step.call.settings = [s.read() for s in step.call.settings]
@@ -605,10 +445,6 @@ class Recorder:
                 "not recorded. If a loop makes optimizers, name yours: put the loop "
                 "into `with gradparity.record(model, optimizer):`"
             )
-        if self.blocks is not None:
-            out.rows_of_blocks, outputs = self.blocks.read()
-            for (at, kind, name), (box, sums) in outputs.items():
-                out.tensors[f"0/{at}/{kind}/0/{name}"] = Stored.of(box, sums)
         for number, final in self.finals:
             out.tensors.update(final.stored(number, self.steps.stop))
         for by_step in (out.bags, out.shares):
@@ -641,46 +477,6 @@ class Recorder:
                 where = f"{Path(last.filename).name}:{last.lineno}"
                 text = f"{what}: {type(error).__name__}: {error} ({where})"
                 self.recording.notes.append(text[:400])
-
-
-def _generators(module: nn.Module) -> list[Tensor]:
-    """Return the states of the generators that the forward of a model may use."""
-    return states_of_generators(next(module.parameters()).device)
-
-
-def _passes_a_method_on(module: nn.Module) -> bool:
-    """Return True for a call of Lightning that leads to ``training_step``.
-
-    Lightning replaces ``forward`` for the call, so that DDP or FSDP sees it. On one
-    process it calls ``training_step`` itself.
-    """
-    inner = getattr(module, "module", module)
-    forward = vars(inner).get("forward")
-    return str(getattr(forward, "__module__", "")).endswith(".strategies.strategy")
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Return False for a fake tensor, and inside ``vmap``."""
-    if type(tensor).__name__ == "FakeTensor":  # reading a FakeTensor would warn
-        return False
-    try:
-        tensor.data_ptr()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-def _keywords_of_caller() -> dict[str, Any]:
-    """Return the keyword arguments of the module call whose global hook runs."""
-    frame: Any = sys._getframe(3)
-    while frame is not None and frame.f_code.co_name not in ("inner", "_call_impl"):
-        frame = frame.f_back
-    keywords = {} if frame is None else frame.f_locals.get("kwargs", {})
-    return keywords if isinstance(keywords, dict) else {}
 
 
 @contextmanager
@@ -717,7 +513,7 @@ def record(
     recorder.roots.places = places or recorder.roots.places
     with recorder.noting("the model of record()"), torch.no_grad():
         recorder.roots.add(model)
-        recorder.prepare(model)
+        recorder.forwards.prepare(model)
     if not every or not all(isinstance(each, Optimizer) for each in every):
         recorder.records_all = True
         recorder.declared.clear()
