@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..status import counted
+from .kept import ORIGINAL
 from .merge import AGAIN, Run, Side
 from .parts import UNNAMED
 from .rows import MOST, NEAR
@@ -508,7 +509,8 @@ def unlike_replicas(
             name: side.run.tensors[step, "gradient", name].apart
             for name, step in first_by_name.items()
         }
-        weights = [key for key in side.run.replicas if key[1] == "weight"]
+        kinds = ("weight", ORIGINAL)
+        weights = [key for key in side.run.replicas if key[1] in kinds]
         # largest difference first: with a wrong norm, all gradients differ
         weights.sort(key=lambda key: (key[0], -distances.get(key[2], 0.0)))
         last = max(steps)

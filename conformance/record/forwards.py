@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from .backward import Rounding
 from .files import Recording, Stored, this_rank
+from .layouts import find_copies
 from .modules import Blocks, is_traced
 from .orders import Orders
 from .parts import trains
@@ -139,25 +140,28 @@ class Forwards:
             own = {id(each) for each in module.parameters()} | ids
             if self.declared and self.declared.isdisjoint(own):
                 return
-            self._forget_parts(module, ids)
+            position = self._forget_parts(module, ids)
             self.inner |= ids
             # a job may call the module that DDP wraps, too
             is_wrapper = isinstance(module, DistributedDataParallel)
             model: nn.Module = module.module if is_wrapper else module  # type: ignore[assignment]  # that of DDP is a module
-            self.roots.called.append(model)
+            self.roots.called.insert(position, model)
             self.outer.add(id(model))
             self.prepare(module)
-            if self.blocks is not None and len(self.roots.called) == 1:
+            if self.blocks is not None and self.roots.called[0] is model:
                 with self.noting("--modules"):
                     self.blocks.hook(model)
             if not is_wrapper:  # DDP's hook calls this hook again for the module inside
                 self._enters(model, args)
 
-    def _forget_parts(self, module: nn.Module, ids: set[int]) -> None:
+    def _forget_parts(self, module: nn.Module, ids: set[int]) -> int:
         """Forget recorded models that turn out to be parts of a larger one.
 
         A layer may be called by itself while the model is built, to infer its size. The
         rows recorded so far are kept if the new module only wraps the model.
+
+        Returns:
+            Position of the larger model among the called ones: that of its first part.
         """
         called = self.roots.called
         if called and id(called[0]) in ids:
@@ -167,7 +171,10 @@ class Forwards:
             if self.blocks is not None:
                 self.blocks.remove()
         self.outer -= ids
+        parts = [each for each in called if id(each) in ids]
+        position = called.index(parts[0]) if parts else len(called)
         called[:] = [each for each in called if id(each) not in ids]
+        return position
 
     def prepare(self, module: nn.Module) -> None:
         """Write, replace or nudge the weights of a model, once, whatever wraps it."""
@@ -177,6 +184,7 @@ class Forwards:
         number = self.models
         self.models += 1
         self.prepared |= own
+        find_copies(module, self.roots)
         if self.orders.start:
             note = begin_from(Path(self.orders.start), number, module, self.roots)
             self.recording.notes += [note] if note else []

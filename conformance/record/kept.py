@@ -31,6 +31,7 @@ __all__ = [
     "BUFFER",
     "GRID",
     "IDLE",
+    "ORIGINAL",
     "RESULT",
     "SLOTS",
     "Batch",
@@ -62,6 +63,8 @@ SHARE = 1e-5
 KEYS_BYTES = 1 << 29
 """Size of the cache of keys, in bytes; one step uses the same keys five times."""
 _32 = 0xFFFFFFFF
+ORIGINAL = "original"
+"""Kind of the parameters of the model whose copies an optimizer steps."""
 BUFFER = "buffer"
 """Kind of the buffers of a model; they have no optimizer."""
 IDLE = "idle update"

@@ -7,19 +7,32 @@ of the initial weights, and tensors that cannot be verified are not compared.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .kept import Box
-from .parts import UNNAMED, HiddenLayoutError, Part, bare, cuts, place, range_of
+from .parts import (
+    UNNAMED,
+    HiddenLayoutError,
+    Part,
+    bare,
+    cuts,
+    has_plain_bits,
+    place,
+    range_of,
+)
 from .roots import Roots
+from .torch_internals import parameters_in
 
-__all__ = ["copies_of_megatron", "fp32_range_of", "parts_of"]
+__all__ = ["copies_of", "find_copies", "fp32_range_of", "parts_of"]
 
 
 def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
@@ -36,7 +49,7 @@ def parts_of(optimizer: Any, roots: Roots) -> Iterator[Part]:
     flat = {id(part.stepped) for part in adapted}
     own = [p for p in own if id(p) not in flat and not hasattr(p, "_fqns")]
     numbers = Counter[str]()
-    copied = {id(s): [(p, first)] for s, p, first in copies_of_megatron(roots)}
+    copied = {id(s): [(p, first)] for s, p, first in copies_of(roots)}
     for position, stepped in enumerate(own):
         local, box_of_stepped = place(stepped)
         viewed = copied.get(id(stepped))
@@ -74,6 +87,55 @@ def _viewed_by(local: Tensor, roots: Roots) -> list[tuple[Any, int]]:
             if -local.numel() < first < whole.numel():
                 viewed.append((parameter, first))
     return viewed
+
+
+def find_copies(model: nn.Module, roots: Roots) -> None:
+    """Find the tensors that optimizers step in place of a model's parameters.
+
+    A job may step fp32 copies of 16-bit weights, and write the results back. Such a
+    copy is in no module. Before the first step it has the values of its parameter, in
+    the parameter's dtype. Parameters with equal values, such as zeros, have their
+    copies in the order of the model.
+    """
+    objects = gc.get_objects()
+    # isinstance would create the object behind a lazy proxy
+    optimizers = [each for each in objects if issubclass(type(each), Optimizer)]
+    groups = [g for each in optimizers for g in getattr(each, "param_groups", ())]
+    stepped = {id(p): p for group in groups for p in group["params"]}
+    left = [p for p in model.parameters() if p.requires_grad and id(p) not in stepped]
+    left = [p for p in left if fp32_range_of(p) is None]
+    if not left or not stepped:
+        return
+    modules = [each for each in objects if issubclass(type(each), nn.Module)]
+    named = {id(p) for each in modules for p in parameters_in(each)}
+    named |= {id(copy) for copy, _, _ in copies_of(roots)}
+    for copy in (p for p in stepped.values() if id(p) not in named):
+        parameter = next((p for p in left if _has_values_of(copy, p)), None)
+        if parameter is not None:
+            roots.copies.append((copy, parameter))
+            left = [p for p in left if p is not parameter]
+
+
+def _has_values_of(copy: Tensor, parameter: Tensor) -> bool:
+    """Return True if a tensor, in the dtype of a parameter, has its values."""
+    try:
+        mine, its = place(copy)[0], place(parameter)[0]
+    except HiddenLayoutError:
+        return False
+    if mine.numel() != its.numel() or not all(map(has_plain_bits, (mine, its))):
+        return False
+    return torch.equal(mine.reshape(-1).to(its), its.reshape(-1))
+
+
+def copies_of(roots: Roots) -> list[tuple[Tensor, Any, int]]:
+    """Return the tensors that optimizers step in place of parameters.
+
+    Returns:
+        The copy, or this rank's range of it; the parameter; and the position of the
+        first element in the flattened parameter.
+    """
+    own = [(copy, parameter, 0) for copy, parameter in roots.copies]
+    return [*own, *_copies_of_megatron(roots)]
 
 
 # - Layouts that hide parameters in flat tensors; their attributes are not public
@@ -169,13 +231,8 @@ the parameters, this rank's range of each parameter, and the tensors stepped in 
 place."""
 
 
-def copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
-    """Find the tensors that Megatron's optimizers step in place of parameters.
-
-    Returns:
-        The fp32 copy, or this rank's range of it; the parameter; and the position of
-        the first element in the flattened parameter.
-    """
+def _copies_of_megatron(roots: Roots) -> list[tuple[Tensor, Any, int]]:
+    """Find the tensors that Megatron's optimizers step; see ``copies_of``."""
     copies: list[tuple[Tensor, Any, int]] = []
     for parameter, _ in roots.checkpointed.values():
         main = getattr(parameter, "main_param", None)

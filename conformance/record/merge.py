@@ -20,6 +20,7 @@ from .batches import (
     rows_of_blocks,
 )
 from .files import Recording, Stored, is_muon, read_run
+from .kept import ORIGINAL
 from .leaders import gradients_that_count
 from .modules import GRADIENT, OUTPUT
 from .parts import UNNAMED
@@ -115,6 +116,23 @@ class Run:
             if kind == "weight" and step in stepped:
                 starts.setdefault(name, (step, whole))
         return starts
+
+    def has_copied(self, step: int) -> dict[str, bool]:
+        """Return whether parameters have the values of the copies that are stepped.
+
+        Returns:
+            Name -> True if the parameter has the bits of its copy, also after rounding
+            to bf16. Only parameters whose copies are in no module are returned.
+        """
+        pairs = {
+            name: (original, self.tensors[step, "weight", name])
+            for (at, kind, name), original in self.tensors.items()
+            if (at, kind) == (step, ORIGINAL)
+        }
+        return {
+            name: original.digest == copy.digest or original.has_rounded_bits_of(copy)
+            for name, (original, copy) in pairs.items()
+        }
 
     def names(self, kind: str, step: int) -> list[str]:
         """Return the names of a kind of tensors at a step, in the model's order."""

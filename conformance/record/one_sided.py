@@ -26,8 +26,28 @@ def lacking(
     yield from _untrained(one, other, names)
     yield from _untrained(other, one, {its: mine for mine, its in names.items()})
     for step in steps:
+        yield from _stale(one, other, step)
         for mine, its in names.items():
             yield from _unlike_steps(((one, mine), (other, its)), step)
+
+
+def _stale(one: Side, other: Side, step: int) -> Iterator[str]:
+    """Yield a sentence if one side alone computes with other weights than it steps.
+
+    A job may step copies of its parameters. It has to write the results back.
+    """
+    for side, right in ((one, other), (other, one)):
+        has, theirs = side.run.has_copied(step), right.run.has_copied(step)
+        stale = [name for name, is_written in has.items() if not is_written]
+        # rounding at random gives all parameters other values
+        is_alone = all(theirs.values()) and (theirs or any(has.values()))
+        if stale and is_alone:
+            more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
+            yield (
+                f"step {step}: the optimizer of {side.name} steps copies of the "
+                f"weights, and the model does not have the values of {stale[0]}{more}: "
+                "does each rank write them back after each step?"
+            )
 
 
 def _untrained(has: Side, lacks: Side, partners: Mapping[str, str]) -> Iterator[str]:

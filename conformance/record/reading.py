@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from .files import Call, Settings, Stored, copied
-from .kept import BUFFER, IDLE, RESULT, Box, Sums, Wanted
+from .kept import BUFFER, IDLE, ORIGINAL, RESULT, Box, Sums, Wanted
 from .layouts import parts_of
 from .parts import Part, place
 from .roots import Roots
@@ -68,16 +68,24 @@ class State:
             roots: modules that name the weights.
             begun: (id of optimizer, key of part) for parts with a recorded step. For
                 a part that begins now, the digest of its weight rounded to bf16 is also
-                read: a side in 16 bits may begin with the rounded weights.
+                read: a side in 16 bits may begin with the rounded weights. For copies
+                of parameters it is always read.
             buffers: true to also read the buffers of the called models.
         """
         parts = list(parts_of(optimizer, roots))
         wanted: dict[tuple[str, str], Wanted] = {}
+        # there is no digest after rounding to fp16
+        originals = {id(s): p for s, p in roots.copies if p.dtype != torch.float16}
         for part in parts:
-            is_first = (id(optimizer), part.key) not in begun
+            original = originals.get(id(part.stepped))
+            is_rounded = original is not None
+            is_rounded |= (id(optimizer), part.key) not in begun
             wanted["weight", part.key] = Wanted(
-                part.weight, part.box, only_bits=True, rounded=is_first
+                part.weight, part.box, only_bits=True, rounded=is_rounded
             )
+            if original is not None:
+                own = part.cut(original)
+                wanted[ORIGINAL, part.key] = Wanted(*own, only_bits=True)
             state = getattr(optimizer, "state", None) or {}
             for key, value in state.get(part.stepped, {}).items():
                 if isinstance(value, Tensor):

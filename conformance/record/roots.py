@@ -62,6 +62,9 @@ class Roots:
         """id of a parameter -> the parameter and its pieces in checkpoints."""
         self.distributed: list[Any] = []
         """Distributed optimizers of Megatron in this process."""
+        self.copies: list[tuple[Tensor, Any]] = []
+        """Tensors that optimizers step in place of parameters, and these parameters:
+        copies that the job itself keeps."""
         self.notes: list[str] = []
         """Reasons why a layout could not be read."""
 

@@ -19,6 +19,7 @@ __all__ = [
     "children_of",
     "in_join",
     "joinable",
+    "parameters_in",
     "register_first",
     "scale_of",
     "version_of",
@@ -29,6 +30,12 @@ def children_of(module: nn.Module) -> Iterable[nn.Module | None]:
     """Return a module's children, without creating the object behind a lazy proxy."""
     children: dict[str, nn.Module | None] = module.__dict__["_modules"]
     return children.values()
+
+
+def parameters_in(module: nn.Module) -> Iterable[nn.Parameter | None]:
+    """Return a module's own parameters, without creating the object behind a proxy."""
+    parameters: dict[str, nn.Parameter | None] = module.__dict__["_parameters"]
+    return parameters.values()
 
 
 def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:

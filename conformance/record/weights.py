@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .files import is_muon
 from .kept import CHUNK, Box, mix, places_of
-from .layouts import copies_of_megatron, fp32_range_of
+from .layouts import copies_of, fp32_range_of
 from .parts import bare, cuts, place
 from .roots import Roots
 
@@ -59,7 +59,7 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
     """
     roots.learn(module)
     masters: dict[int, list[tuple[Tensor, int]]] = {}
-    for stepped, whole, first in copies_of_megatron(roots):
+    for stepped, whole, first in copies_of(roots):
         if stepped.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
             masters.setdefault(id(whole), []).append((stepped, first))
     parameter: Any  # may have attributes that DeepSpeed adds

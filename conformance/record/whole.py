@@ -80,13 +80,17 @@ class Whole:
 
     @property
     def is_rounded(self) -> bool:
-        """True if each element is exactly a bf16 number.
+        """True if each element is exactly a bf16 number."""
+        return self.has_rounded_bits_of(self)
 
-        The fp32 form of such a number is its bf16 form followed by 16 zero bits.
+    def has_rounded_bits_of(self, other: Whole) -> bool:
+        """Return True if this tensor is another one rounded to bf16.
+
+        The fp32 form of a bf16 number is its bf16 form followed by 16 zero bits.
         """
-        return self.rounded is not None and self.digest in (
-            self.rounded,
-            (self.rounded << 16) % WORD,
+        return other.rounded is not None and self.digest in (
+            other.rounded,
+            (other.rounded << 16) % WORD,
         )
 
     @property

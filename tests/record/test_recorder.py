@@ -947,6 +947,26 @@ def test_a_part_that_is_called_before_the_model_is_no_model(tmp_path: Path) -> N
     assert [*run.names(OUTPUT, 0)] == ["0", "1", "2"]
 
 
+def test_a_model_that_is_wrapped_after_its_first_call_keeps_its_place(
+    tmp_path: Path,
+) -> None:
+    """The generator of a GAN is called first, and later through a wrapper."""
+    generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
+    wrapped = nn.Sequential(generator)
+    every = [*generator.parameters(), *critic.parameters()]
+    optimizer = torch.optim.SGD(every, 0.1)
+
+    def losses() -> Losses:
+        yield critic(generator(rows(0)).detach()).sum()
+        yield critic(wrapped(rows(1))).sum()
+        optimizer.step()
+
+    run = recorded(tmp_path, losses(), steps=(0, 1), modules=True)
+    given = [rows_of([rows(n)], floats=True)[0].tolist() for n in range(2)]
+    assert run.rows == {0: {*given[0], *given[1]}}
+    assert [*run.names(OUTPUT, 0)] == ["0"]
+
+
 def test_updates_of_an_optimizer_that_writes_gradients_are_not_compared(
     tmp_path: Path,
 ) -> None:

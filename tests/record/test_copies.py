@@ -1,0 +1,140 @@
+"""Copies that an optimizer steps in place of parameters, and that no module has."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradparity.conformance.record.compare import DIFFERENT, SAME, Side, compare
+from gradparity.conformance.record.merge import Run
+from gradparity.tests.record.test_recorder import recorded
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+STEPS = 3
+WriteBack = Callable[[int, int], bool]
+
+
+def always(step: int, index: int) -> bool:
+    return True
+
+
+def training(
+    dtype: torch.dtype,
+    write_back: WriteBack = always,
+    *,
+    ranks: int = 1,
+    flat: bool = False,
+) -> Iterator[Tensor]:
+    """Yield the losses of a loop that steps fp32 copies of its weights.
+
+    Args:
+        dtype: dtype of the model.
+        write_back: function that returns True for each step and each index of a
+            parameter whose new value is written into the model.
+        ranks: number of micro-batches, whose gradients are summed in fp32 as on ranks.
+        flat: true if copies have one dim.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3)).to(dtype)
+    nn.init.zeros_(model[0].bias)
+    nn.init.zeros_(model[2].bias)
+    copies = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    if flat:
+        copies = [each.detach().reshape(-1).requires_grad_() for each in copies]
+    optimizer = torch.optim.AdamW(copies, 1e-2)
+    for step in range(STEPS):
+        rows = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        for part in rows.to(dtype).chunk(ranks):
+            model.zero_grad()
+            yield model(part).float().square().mean() / ranks
+            for own, parameter in zip(copies, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                gradient = parameter.grad.float().view_as(own)
+                own.grad = gradient if own.grad is None else own.grad + gradient
+        optimizer.step()
+        with torch.no_grad():
+            for n, (parameter, own) in enumerate(
+                zip(model.parameters(), copies, strict=True)
+            ):
+                if write_back(step, n):
+                    parameter.copy_(own.view_as(parameter))
+
+
+def reference(folder: Path, dtype: torch.dtype) -> Side:
+    plain, *noisy = (
+        recorded(
+            folder / f"{n}-{nudge}", training(dtype), steps=(0, STEPS), nudge=nudge
+        )
+        for n, nudge in enumerate((0, 0, 1, 2))
+    )
+    return Side(name="one", run=plain, noisy=noisy)
+
+
+def micro(folder: Path, losses: Iterator[Tensor]) -> Side:
+    return Side(name="mesh", run=recorded(folder / "mesh", losses, steps=(0, STEPS)))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_copy_has_the_name_and_shape_of_its_parameter(
+    dtype: torch.dtype, flat: bool, tmp_path: Path
+) -> None:
+    run = recorded(tmp_path, training(dtype, flat=flat), steps=(0, 1))
+    assert run.names("gradient", 0) == NAMES and run.unstepped == ()
+    assert run.tensors[0, "weight", "0.weight"].shape == (64, 6)
+    compared = [] if dtype == torch.float16 else NAMES
+    assert run.has_copied(0) == dict.fromkeys(compared, True)
+
+
+def test_the_weights_of_a_model_with_equal_ones_are_no_copies(tmp_path: Path) -> None:
+    """Both critics begin with the same weights, and one is called first."""
+    first = nn.Linear(3, 1)
+    second = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(second.parameters(), 0.1)
+
+    def losses() -> Iterator[Tensor]:
+        rows = torch.ones(2, 3)
+        yield (first(rows) + second(rows)).sum()
+        optimizer.step()
+
+    run: Run = recorded(tmp_path, losses(), steps=(0, 1))
+    assert run.has_copied(0) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_right_job_with_copies_is_the_same(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    one = reference(tmp_path, dtype)
+    mesh = micro(tmp_path, training(dtype, ranks=2))
+    found = compare(one, mesh)
+    assert found.code == SAME, found.lines
+
+
+@pytest.mark.parametrize(
+    ("lost", "more"), [([1], ""), ([0, 1, 2, 3], " and 3 more"), ([3], "")]
+)
+def test_results_that_are_not_written_back_are_told(
+    lost: list[int], more: str, tmp_path: Path
+) -> None:
+    one = reference(tmp_path, torch.bfloat16)
+    losses = training(torch.bfloat16, lambda step, n: n not in lost, ranks=2)
+    found = compare(one, micro(tmp_path, losses))
+    assert found.code == DIFFERENT
+    told = f"the model does not have the values of {NAMES[lost[0]]}{more}: does each"
+    assert found.headline.startswith("step 1: ") and told in found.headline
+
+
+def test_a_side_that_steps_its_own_weights_may_be_the_reference(tmp_path: Path) -> None:
+    one = reference(tmp_path, torch.float32)
+    kinds = ("weight", "gradient", "update", "idle update", "buffer")
+    own = {k: each for k, each in one.run.tensors.items() if k[1] in kinds}
+    assert len(own) < len(one.run.tensors)
+    object.__setattr__(one.run, "tensors", own)
+    losses = training(torch.float32, lambda step, n: n != 1, ranks=2)
+    found = compare(one, micro(tmp_path, losses))
+    assert found.code == DIFFERENT and "the values of 0.bias:" in found.headline
