@@ -60,8 +60,9 @@ def _weights(module: nn.Module, roots: Roots) -> Iterator[tuple[str, Tensor, Box
     roots.learn(module)
     masters: dict[int, list[tuple[Tensor, int]]] = {}
     for stepped, whole, first in copies_of(roots):
-        if stepped.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-            masters.setdefault(id(whole), []).append((stepped, first))
+        both = [place(each)[0] for each in (stepped, whole)]
+        if len({each.untyped_storage().data_ptr() for each in both}) == 2:
+            masters.setdefault(id(whole), []).append((both[0], first))
     parameter: Any  # may have attributes that DeepSpeed adds
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:

@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from gradparity.conformance.record.batches import WORD
 from gradparity.conformance.record.compare import DIFFERENT, SAME, Side, compare
-from gradparity.conformance.record.merge import Run
+from gradparity.conformance.record.kept import keep_bits
+from gradparity.conformance.record.merge import Run, read_merged
+from gradparity.conformance.record.orders import Orders
+from gradparity.conformance.record.parts import place
+from gradparity.conformance.record.recorder import Recorder
+from gradparity.multiprocess import Cluster
 from gradparity.tests.record.test_recorder import recorded
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -39,8 +47,9 @@ def training(
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3)).to(dtype)
-    nn.init.zeros_(model[0].bias)
-    nn.init.zeros_(model[2].bias)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
     copies = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
     if flat:
         copies = [each.detach().reshape(-1).requires_grad_() for each in copies]
@@ -138,3 +147,36 @@ def test_a_side_that_steps_its_own_weights_may_be_the_reference(tmp_path: Path) 
     losses = training(torch.float32, lambda step, n: n != 1, ranks=2)
     found = compare(one, micro(tmp_path, losses))
     assert found.code == DIFFERENT and "the values of 0.bias:" in found.headline
+
+
+def nudged_shards(folder: str) -> None:
+    """Record one step of a sharded model whose copies are sharded, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5, bias=False, dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    copies = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(copies, 0.1)
+    recorder = Recorder(Orders(out=folder, steps=(0, 1), nudge=1))
+    recorder.install()
+    try:
+        model(torch.ones(4, 6, dtype=torch.bfloat16)).float().sum().backward()
+        (parameter,) = model.parameters()
+        assert parameter.grad is not None
+        copies[0].grad = parameter.grad.float()
+        optimizer.step()
+        recorder.write()
+    finally:
+        recorder.remove()
+
+
+def test_sharded_copies_are_nudged_like_whole_ones(
+    two: Cluster, tmp_path: Path
+) -> None:
+    two.run(nudged_shards, str(tmp_path / "two"))
+    run = read_merged(tmp_path / "two")
+    torch.manual_seed(0)
+    start = nn.Linear(6, 5, bias=False, dtype=torch.bfloat16).weight.detach().float()
+    kept = keep_bits(start, place(start)[1])
+    weight = run.tensors[0, "weight", "weight"]
+    assert weight.is_whole and weight.digest != int(kept.digest) % WORD
