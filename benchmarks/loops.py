@@ -122,12 +122,17 @@ class Arm(threading.Thread):
         return time.perf_counter() - start, time.process_time() - cpu
 
 
-def time_steps(name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return arm -> times of each step, as from ``Arm.step``; runs on every rank."""
+def time_steps(
+    name: str, rounds: int, warm_up: int = WARM_UP
+) -> dict[str, list[tuple[float, float]]]:
+    """Return arm -> times of each step, as from ``Arm.step``; runs on every rank.
+
+    The first ``warm_up`` steps are not timed.
+    """
     torch.set_num_threads(1)
     flight_recorder.uninstall()  # training has none
     train = LOOPS[name][2]
-    count = WARM_UP + rounds
+    count = warm_up + rounds
     arms = {arm: Arm(arm, train, count) for arm in ARMS}
     for arm in arms.values():
         arm.start()
@@ -150,7 +155,7 @@ def time_steps(name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
                 f"{name}: the scaler of arm {which!r} took {found[1]} of {count} steps "
                 f"and has the scale {found[0]:g}: what was timed is not {count} steps"
             )
-    return {which: times[WARM_UP:] for which, times in seconds.items()}
+    return {which: times[warm_up:] for which, times in seconds.items()}
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -70,8 +70,8 @@ def test_a_part_that_is_run_again_leaves_the_rest_of_the_record(
 @pytest.mark.parametrize(
     ("spec", "code", "told"),
     [
-        ("Right", 0, "0 of 1 right setups failed"),
-        ("SumsForMean", 1, "1 of 1 right setups failed"),
+        ("RightOnTwo", 0, "0 of 1 right setups failed"),
+        ("SumsOnTwo", 1, "1 of 1 right setups failed"),
         # a run that checked nothing is no pass
         ("NoMeshes", 1, "0 of 0 right setups failed over 1 seeds; 1 could not"),
     ],

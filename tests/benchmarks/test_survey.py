@@ -318,7 +318,7 @@ def test_the_plans_of_a_model_are_run_in_turn(tmp_path: Path) -> None:
 
 @needs_transformers
 @pytest.mark.slow
-def test_the_survey_passes_a_right_and_fails_wrong_models(tmp_path: Path) -> None:
+def test_the_survey_fails_wrong_models_and_shows_each(tmp_path: Path) -> None:
     """A second run of the command skips models that have a record.
 
     The checkpoint of ``hrm_text`` fuses projections, which are loaded wrong. The
@@ -326,13 +326,12 @@ def test_the_survey_passes_a_right_and_fails_wrong_models(tmp_path: Path) -> Non
     """
     out = tmp_path / "out"
     command = ["--plan", "tp", "--out", str(out), "--limit", "300", "--quiet"]
-    command += ["--model", "qwen2", "qwen3", "hrm_text"]
+    command += ["--model", "qwen3", "hrm_text"]
     assert main(command) == 1
     whole = read_survey(out / "survey.jsonl")
     # they are checked beside each other
     models = {m.model: m for m in whole.models}
     assert {name: m.verdict for name, m in models.items()} == {
-        "qwen2": "right",
         "qwen3": "wrong",
         "hrm_text": "wrong",
     }

@@ -65,18 +65,6 @@ def resnet():
     )
 
 
-def titan():
-    from gradparity.examples.stacks.on_cpu import torchtitan_on_cpu
-    from torchtitan.models.llama3 import model_registry
-
-    config = model_registry("debugmodel").model
-    config.layers = config.layers[:2]
-    torchtitan_on_cpu(config)
-    model = config.build()
-    model.init_states()
-    return model
-
-
 class Two(nn.Module):
     """Two inputs of unlike sizes."""
 
@@ -239,7 +227,6 @@ def runner(drafts: Path) -> Iterator[Runner]:
         ("zoo:Recurrent", "layers"),
         pytest.param("zoo:gpt2", "transformer.h", marks=HF),
         pytest.param("zoo:resnet", "resnet.encoder.stages", marks=HF),
-        pytest.param("zoo:titan", "layers", marks=needs("torchtitan")),
         pytest.param("transformers:Qwen3ForCausalLM", "model.layers", marks=HF),
         pytest.param("transformers:ViTForImageClassification", "vit.layers", marks=HF),
         pytest.param(

@@ -73,9 +73,9 @@ def test_a_faulty_scaler_is_caught_by_its_check(
 
 @pytest.mark.slow
 def test_faulty_scalers_are_found_early_by_a_default_run(runner: Runner) -> None:
-    """Tests every ninth scaler; ``gradparity mutants`` has recorded all of them."""
+    """Tests some scalers; ``gradparity mutants`` has recorded all of them."""
     ids = [scenario.id for scenario in select("default", Selection())]
-    missed = [*FAULTY][1::9]
+    missed = [*FAULTY][1::18]
     for scenario in ids[:60]:  # all share its references
         for scaler in [*missed]:
             parity = FAULTY[scaler].law.startswith("parity")

@@ -135,8 +135,8 @@ def test_the_page_shows_what_was_recorded() -> None:
 @pytest.mark.filterwarnings("ignore")  # the package warns about itself
 def test_a_real_trainer_is_timed_step_by_step() -> None:
     with Cluster(2, timeout_s=200) as cluster:
-        for found in cluster.run(loops.time_steps, "accelerate, DDP", 2):
+        for found in cluster.run(loops.time_steps, "accelerate, DDP", 1, 0):
             assert list(found) == list(ARMS)
             for steps in found.values():
-                assert len(steps) == 2
+                assert len(steps) == 1
                 assert all(clock > 0 and cpu > 0 for clock, cpu in steps)

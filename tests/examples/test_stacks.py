@@ -62,7 +62,6 @@ PACKAGES = {
     "torchao_optimizers": "torchao",
     "torchao_optimizers_saved": "torchao",
     "torchtitan_debug": "torchtitan",
-    "trl_grpo": "trl",
     "trl_sft": "trl",
     "vector_quantize_lfq": "vector_quantize_pytorch",
 }
@@ -134,7 +133,6 @@ def checked() -> Iterator[Check]:
         row("olmo_core_llama:Fsdp", "dp2/2/fp32", "accumulate-uneven"),
         row("olmo_core_axes:Tensor", "dp1-tp2/2/fp32", "resume"),
         row("trl_sft:Sft", "dp2/2/fp32", "accumulate-uneven"),
-        row("trl_grpo:Grpo", "dp2/2/fp32", "accumulate"),
         row("nemo_automodel_qwen3:Stack", "dp2-tp1/2/fp32", "accumulate-uneven"),
         row("diffusers_flux:Ulysses", "ring1-ulysses2/2/fp32", "accumulate-uneven"),
         *(
@@ -178,7 +176,6 @@ def checked() -> Iterator[Check]:
                 ("torchao_float8:Rowwise", "dp2/2/fp32", "accumulate-uneven"),
                 ("torchao_float8:Tensorwise", "dp2/2/fp32", "clip-value"),
                 ("torchao_int8:Stack", "dp2/2/fp32", "resume"),
-                ("torchao_optimizers:Fp8", "dp2/2/fp32", "plain"),
                 ("torchao_optimizers_saved:Four", "dp2/2/fp32", "resume"),
             ]
         ),

@@ -1,7 +1,6 @@
 """``gradparity train`` runs a scenario as a job, which ``record`` can record."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,15 @@ from gradparity.conformance.run.launcher import Place
 from gradparity.conformance.run.training import train
 from gradparity.conformance.status import UsageError
 
-GRADPARITY = (sys.executable, "-m", "gradparity.conformance")
 
-
-def record(folder: Path, name: str, id: str, noise: int) -> None:
-    train = [*GRADPARITY, "train", id]
+def record(folder: Path, python: list[str], name: str, id: str, noise: int) -> None:
+    gradparity = [*python, "-m", "gradparity.conformance"]
     options = ["record", name, "--noise", str(noise), "--"]
     done = subprocess.run(
-        [*GRADPARITY, *options, *train], cwd=folder, capture_output=True, text=True
+        [*gradparity, *options, *gradparity, "train", id],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert f"trained {id}: 3 steps" in done.stdout
@@ -27,12 +27,13 @@ def record(folder: Path, name: str, id: str, noise: int) -> None:
 @pytest.mark.slow
 def test_two_scenarios_are_recorded_and_compared(
     tmp_path: Path,
+    warm_ranks: list[str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    record(tmp_path, "one", "single/1/fp32/sgd/none/steps=3", 2)
-    record(tmp_path, "two", "ddp/2/fp32/sgd/none/steps=3", 0)
-    record(tmp_path, "other", "single/1/fp32/sgd-momentum/none/steps=3", 0)
+    record(tmp_path, warm_ranks, "one", "single/1/fp32/sgd/none/steps=3", 2)
+    record(tmp_path, warm_ranks, "two", "ddp/2/fp32/sgd/none/steps=3", 0)
+    record(tmp_path, warm_ranks, "other", "single/1/fp32/sgd-momentum/none/steps=3", 0)
     monkeypatch.chdir(tmp_path)
     assert main(["compare", "one", "two"]) == 0
     assert "start: 8 of 8 tensors have equal bits" in capsys.readouterr().out

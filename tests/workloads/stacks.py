@@ -499,6 +499,18 @@ class LosesHalf(Right):
         return super().parallelize(model, mesh)
 
 
+class RightOnTwo(Right):
+    """No fault, on two ranks only."""
+
+    meshes: object = ({"dp": 2},)
+
+
+class SumsOnTwo(SumsForMean):
+    """Gradients are summed over two ranks."""
+
+    meshes: object = ({"dp": 2},)
+
+
 class NoMeshes(Right):
     """``meshes`` is a number of ranks."""
 
