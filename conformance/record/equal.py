@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..status import counted
+from ..status import counted, rank_list
 from .kept import ORIGINAL
 from .merge import AGAIN, Run, Side
 from .parts import UNNAMED
@@ -45,8 +45,8 @@ PLACES = (
     "docs/record-details.md"
 )
 SKIPPED = (
-    ". Fewer rows come from ranks that get the same ones, from a step that only one "
-    "scaler skips, or from a lost micro-batch"
+    ". Fewer rows come from a step that only one scaler skips, or from a lost micro-"
+    "batch"
 )
 RESUMED = ". If one job resumes the other at step N, record it with --first N"
 FREE = frozenset(
@@ -236,9 +236,10 @@ def other_inputs(
             "them on both sides"
             + (
                 "".join(_crowded(side, step) for side in (one, other))
-                or ". Give both the same data in the same order, for example without "
+                or _odd_ranks(one, step, its)
+                + _odd_ranks(other, step, mine)
+                + ". Give both the same data in the same order, for example without "
                 "shuffling"
-                + (SKIPPED if mine < its or its < mine else "")
                 + (RESUMED if not mine & its else "")
             )
         )
@@ -279,6 +280,30 @@ def _crowded(side: Side, step: int) -> str:
         f". Rank {listed(ranks)} of {side.name} had {most} rows in this step, and the "
         f"others at most {max(others)}: does it leave out an earlier step?"
     )
+
+
+def _odd_ranks(side: Side, step: int, theirs: frozenset[int]) -> str:
+    """Return a sentence on the ranks that got rows of their own, or too few; else "".
+
+    Args:
+        side: side of the ranks.
+        step: step at which rows differ.
+        theirs: all rows of the other side.
+    """
+    of_ranks = side.run.rows_of_ranks.get(step, {})
+    ranks_by_rows: dict[frozenset[int], list[int]] = {}
+    for rank, rows in of_ranks.items():
+        ranks_by_rows.setdefault(rows, []).append(rank)
+    odd = [rank for rank, rows in of_ranks.items() if not rows <= theirs]
+    if odd and len(odd) < len(of_ranks):
+        return f". {rank_list(odd).capitalize()} of {side.name} got other rows"
+    if odd or not side.run.rows[step] < theirs:
+        return ""
+    same = next((each for each in ranks_by_rows.values() if len(each) > 1), None)
+    if same is None:
+        return SKIPPED
+    ranks = f"{rank_list(same).capitalize()} of {side.name}"
+    return f". {ranks} got the same rows: are they data parallel?{SKIPPED[1:]}"
 
 
 def _shown(value: Any) -> str:

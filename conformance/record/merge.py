@@ -85,6 +85,10 @@ class Run:
     skipping: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     """(step, parameter) -> ranks that skip the step for an inf, although others step
     the parameter."""
+    rows_of_ranks: Mapping[int, Mapping[int, frozenset[int]]] = field(
+        default_factory=dict
+    )
+    """Step -> rank -> digests of the rows of the model's inputs."""
     counts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     """Step -> rank -> number of its rows."""
     repeated: Mapping[int, int] = field(default_factory=dict)
@@ -210,6 +214,10 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         for name in call.without_gradient
     }
     first, inputs = ranks[min(ranks)], inputs_of(ranks)
+    rows_of_ranks = {
+        step: {rank: every_row(rows) for rank, rows in by_rank.items()}
+        for step, by_rank in inputs.items()
+    }
     stepped = {name for _, kind, name in whole if kind == "weight"}
     settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
     skipping: dict[tuple[int, str], set[int]] = {}
@@ -238,9 +246,10 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
         absent=_absent(settings, ranks),
         rows={
-            step: frozenset[int]().union(*map(every_row, by_rank.values()))
-            for step, by_rank in inputs.items()
+            step: frozenset[int]().union(*by_rank.values())
+            for step, by_rank in rows_of_ranks.items()
         },
+        rows_of_ranks=rows_of_ranks,
         counts={
             step: {rank: sum(map(len, rows)) for rank, rows in by_rank.items()}
             for step, by_rank in inputs.items()

@@ -1104,7 +1104,25 @@ def test_rows_of_another_step_ask_for_the_first_step() -> None:
     assert found.code == NOT_COMPARABLE
     assert found.headline.endswith("record it with --first N")
     fewer = replace(run(4), rows={0: frozenset({1}), 1: frozenset({1, 2})})
-    assert "ranks that get the same ones" in against(fewer).headline
+    assert "Fewer rows come from a step that" in against(fewer).headline
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "told"),
+    [
+        ([{1, 2}, {1, 2}], ". Ranks 0, 1 of mesh got the same rows: are they data"),
+        ([{1, 2}, {5, 6}], ". Rank 1 of mesh got other rows. Give both"),
+        ([{1}, {2, 3}], ". Fewer rows come from a step that only one scaler skips, or"),
+        ([{5}, {6}], "0 of them on both sides. Give both the same data in the same"),
+    ],
+)
+def test_ranks_whose_rows_differ_are_named(of_ranks: list[set[int]], told: str) -> None:
+    by_rank = dict(enumerate(map(frozenset, of_ranks)))
+    rows = frozenset[int]().union(*of_ranks)
+    whole = replace(ONE.run, rows={0: frozenset({1, 2, 3, 4})})
+    other = replace(run(4), rows={0: rows}, rows_of_ranks={0: by_rank})
+    found = against(other, replace(ONE, run=whole))
+    assert found.code == NOT_COMPARABLE and told in found.headline
 
 
 def test_runs_for_the_noise_whose_weights_were_not_moved_decide_nothing() -> None:
