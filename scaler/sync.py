@@ -219,7 +219,10 @@ class Rows:
         return values
 
     def norms(self) -> list[list[float]]:
-        """Return (mesh, kind, norm) of each entry of each rank; unused ones are 0."""
+        """Return mesh, kind and norm of each entry, one rank after the other.
+
+        Unused entries are 0.
+        """
         table: list[list[float]] = self.table[:, FIELDS:].reshape(-1, 3).tolist()
         return table
 

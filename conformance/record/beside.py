@@ -349,9 +349,9 @@ def _is_of_unknown_ranks(side: Run, step: int, name: str) -> bool:
 
 
 def _summed_later(run: Run, steps: Sequence[int]) -> list[str]:
-    """Return parameters whose gradients no rank had summed before the step.
+    """Return parameters whose gradients no rank had summed before the first step.
 
-    The optimizer sums such gradients, or nothing does.
+    Either the optimizer itself sums such gradients, or they are never summed.
     """
     return [
         name

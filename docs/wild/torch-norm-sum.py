@@ -2,7 +2,8 @@
 
 python torch-norm-sum.py; exit code 1 where the bug shows.
 
-A group lasso: the squared sum of the norms of a weight's columns, rows on the ranks.
+The loss is a group lasso: it sums the norms of the columns of a weight, and squares the
+sum. Each rank holds some rows of the weight.
 """
 
 # - The frame, the same in all scripts. Exit code 1: bug, 0: no bug, 3: no verdict.
