@@ -164,20 +164,38 @@ def _pairs(right: Run, wrong: Run, step: int) -> Iterator[_Pair]:
                     yield rank, _Call(*mine), _Call(*its)
 
 
-def uncompared_norms(one: Run, other: Run, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a line if both sides clip, and none of their norms could be compared."""
-    both = [step for step in steps if one.norms.get(step) and other.norms.get(step)]
+def uncompared_norms(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
+    """Yield a line if a side clips, and none of its norms could be compared."""
+    runs = one.run, other.run
+    clips = [_clips(run, steps) for run in runs]
+    if not any(clips):
+        return
+    what = "not compared: the norms by which the"
+    if not all(clips):
+        calls, none = (one, other) if clips[0] else (other, one)
+        yield f"{what} gradients are clipped: {_one_alone(calls, none)}"
+        return
     pairs = (
         pair
-        for step in both
-        for sides in ((one, other), (other, one))
+        for step in steps
+        for sides in (runs, runs[::-1])
         for pair in _pairs(*sides, step)
     )
-    if both and not any(_are_comparable(mine, its) for _, mine, its in pairs):
+    if not any(_are_comparable(mine, its) for _, mine, its in pairs):
         yield (
-            "not compared: the norms by which the sides clip. They make other calls, "
-            "or a norm is a DTensor that ranks have yet to sum"
+            f"{what} sides clip. They make other calls, or a norm is a DTensor that "
+            "ranks have yet to sum"
         )
+
+
+def _clips(run: Run, steps: Sequence[int]) -> bool:
+    """Return True if torch's clipping is called with a finite limit."""
+    calls = (calls for step in steps for calls in run.norms.get(step, {}).values())
+    return any(_Call(*each).limit < math.inf for of_rank in calls for each in of_rank)
+
+
+def _one_alone(calls: Side, none: Side) -> str:
+    return f"{calls.name} calls torch's clipping, and {none.name} does not"
 
 
 def clipped(
@@ -220,9 +238,13 @@ def clipped(
         clips, free = (one, other) if mine else (other, one)
         (size, *_), others = norms if mine else norms[::-1]
         texts = ", ".join(f"{norm:.4g}" for norm in others)
+        why = (
+            "do both clip by the norm of all shards? If so, the loss has another "
+            "factor: record once without clipping"
+        )
+        if _clips(clips.run, steps) and not _clips(free.run, steps):
+            why = _one_alone(clips, free)
         yield (
             f"clipped: the norm of the whole gradient is {size:.4g} at each step of "
-            f"{clips.name}, and {texts} in {free.name}: do both clip by the norm of "
-            "all shards? If so, the loss has another factor: record once without "
-            "clipping"
+            f"{clips.name}, and {texts} in {free.name}: {why}"
         )

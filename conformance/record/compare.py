@@ -168,7 +168,7 @@ def compare(one: Side, other: Side) -> Comparison:
         comparison.leads[:0] = clips
     else:
         comparison.facts += clips
-    comparison.facts += uncompared_norms(one.run, other.run, steps)
+    comparison.facts += uncompared_norms(one, other, steps)
     comparison.facts += losses(one.run, other.run, steps)
     comparison.facts += left_out(one.run, other.run, names, comparison.rows, steps)
     comparison.facts += late(one, other)

@@ -45,8 +45,8 @@ PLACES = (
     "docs/record-details.md"
 )
 SKIPPED = (
-    ". Fewer rows come from a step that only one scaler skips, or from a lost micro-"
-    "batch"
+    ". Fewer rows come from a step that only one scaler skips, from a lost micro-"
+    "batch, or from steps after fewer micro-batches"
 )
 RESUMED = ". If one job resumes the other at step N, record it with --first N"
 FREE = frozenset(

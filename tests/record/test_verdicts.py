@@ -1112,7 +1112,7 @@ def test_rows_of_another_step_ask_for_the_first_step() -> None:
     [
         ([{1, 2}, {1, 2}], ". Ranks 0, 1 of mesh got the same rows: are they data"),
         ([{1, 2}, {5, 6}], ". Rank 1 of mesh got other rows. Give both"),
-        ([{1}, {2, 3}], ". Fewer rows come from a step that only one scaler skips, or"),
+        ([{1}, {2, 3}], ". Fewer rows come from a step that only one scaler skips, "),
         ([{5}, {6}], "0 of them on both sides. Give both the same data in the same"),
     ],
 )
@@ -1313,20 +1313,22 @@ def test_norms_that_cannot_be_compared_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norms", "is_listed"),
+    ("norms", "end"),
     [
-        ({0: [[math.nan, 100.0, UNIT]]}, True),
-        ({0: [[SUM, 100.0, UNIT]] * 2}, True),
-        ({0: [[SUM, 100.0, UNIT]]}, False),
-        ({}, False),  # one side does not clip by torch's functions
+        ({0: [[math.nan, 100.0, UNIT]]}, "sides clip. They make other calls"),
+        ({0: [[SUM, 100.0, UNIT]] * 2}, "sides clip. They make other calls"),
+        ({0: [[SUM, 100.0, UNIT]]}, ""),
+        ({}, "gradients are clipped: one calls torch's clipping, and mesh does not"),
+        # a job that asks for the norm alone does not clip
+        ({0: [[SUM, math.nan, UNIT]]}, "gradients are clipped: one calls torch's"),
     ],
 )
-def test_norms_that_were_not_compared_are_listed(norms: Any, is_listed: bool) -> None:
+def test_norms_that_were_not_compared_are_listed(norms: Any, end: str) -> None:
     one = replace(ONE, run=clips(0, SUM))
     found = against(replace(run(4), norms={1: norms}), one)
-    line = "not compared: the norms by which the sides clip"
-    assert found.code == SAME
-    assert any(fact.startswith(line) for fact in found.facts) == is_listed
+    lines = [fact for fact in found.facts if fact.startswith("not compared: the norms")]
+    assert found.code == SAME and len(lines) == bool(end)
+    assert all(f"by which the {end}" in line for line in lines)
 
 
 def test_unequal_norms_are_the_cause_of_gradients_that_differ() -> None:
@@ -1599,6 +1601,9 @@ def test_a_side_that_alone_clips_to_one_norm_is_named() -> None:
     assert "is 0.5 at each step of one, and 0.5, 0.6" in line
     assert "do both clip by the norm of all shards?" in line
     assert told[1] == line
+    calls = replace(one.run, norms={step: {0: [(0.7, 0.5, 0.0)]} for step in (0, 1)})
+    told = against(with_norms(other, sizes), replace(one, run=calls)).lines
+    assert told[1].endswith(": one calls torch's clipping, and mesh does not")
 
 
 def test_a_weight_that_a_rank_does_not_step_is_named_before_the_worst_one() -> None:
