@@ -17,7 +17,7 @@ from .compare import (
 )
 from .differences import UPDATES
 from .equal import listed, no_step, other_inputs, step_on_ranks
-from .kept import BUFFER, RESULT
+from .kept import BUFFER, ORIGINAL, RESULT
 from .merge import Run
 from .modules import GRADIENT, OUTPUT
 from .whole import Key
@@ -92,6 +92,8 @@ def _called(kind: str) -> str:
         return "the gradient of the output"
     if kind == BUFFER:
         return "the value"
+    if kind == ORIGINAL:
+        return "the value in the model"
     state, dot, key = kind.partition(".")
     return f"the optimizer's {key}" if dot else f"the {state}"
 
@@ -106,8 +108,9 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     end = steps[-1] + 1
     keys = [*{**a.tensors, **b.tensors}]
     if a.steps != b.steps:
-        # the forward of the next step has moved its buffers
-        keys = [key for key in a.tensors if key in b.tensors and key[1] != BUFFER]
+        # by the next step, the job has moved buffers and written copies back
+        moved = (BUFFER, ORIGINAL)
+        keys = [key for key in a.tensors if key in b.tensors and key[1] not in moved]
     return [key for key in keys if key[0] == end and key[1] not in _ORDER]
 
 

@@ -108,6 +108,7 @@ def find_copies(model: nn.Module, roots: Roots) -> None:
         return
     modules = [each for each in objects if issubclass(type(each), nn.Module)]
     named = {id(p) for each in modules for p in parameters_in(each)}
+    roots.learn(model)
     named |= {id(copy) for copy, _, _ in copies_of(roots)}
     for copy in (p for p in stepped.values() if id(p) not in named):
         parameter = next((p for p in left if _has_values_of(copy, p)), None)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradparity.conformance.record.batches import WORD
 from gradparity.conformance.record.compare import DIFFERENT, SAME, Side, compare
+from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.kept import keep_bits
 from gradparity.conformance.record.merge import Run, read_merged
 from gradparity.conformance.record.orders import Orders
@@ -136,6 +137,24 @@ def test_results_that_are_not_written_back_are_told(
     assert found.code == DIFFERENT
     told = f"the model does not have the values of {NAMES[lost[0]]}{more}: does each"
     assert found.headline.startswith("step 1: ") and told in found.headline
+
+
+def test_copies_of_runs_of_unequal_lengths_are_equal_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    """After its last step a run has not written its copies back yet."""
+    short, long, wrong = (
+        Side(name=name, run=recorded(tmp_path / name, losses, steps=(0, steps)))
+        for name, steps, losses in (
+            ("short", 1, training(torch.bfloat16)),
+            ("long", 2, training(torch.bfloat16)),
+            ("wrong", 2, training(torch.bfloat16, lambda step, n: n != 1)),
+        )
+    )
+    assert compare_exactly(short, long).code == SAME
+    found = compare_exactly(long, wrong)
+    told = "step 1: the value in the model of 0.bias has other bits"
+    assert (found.code, found.headline) == (DIFFERENT, told)
 
 
 def test_a_side_that_steps_its_own_weights_may_be_the_reference(tmp_path: Path) -> None:
