@@ -125,7 +125,10 @@ def _has_values_of(copy: Tensor, parameter: Tensor) -> bool:
         return False
     if mine.numel() != its.numel() or not all(map(has_plain_bits, (mine, its))):
         return False
-    return torch.equal(mine.reshape(-1).to(its), its.reshape(-1))
+    flat, own = mine.reshape(-1), its.reshape(-1)
+    # most tensors of one size already differ at their beginning
+    some = slice(0, 64)
+    return torch.equal(flat[some].to(own), own[some]) and torch.equal(flat.to(own), own)
 
 
 def copies_of(roots: Roots) -> list[tuple[Tensor, Any, int]]:
