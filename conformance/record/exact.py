@@ -37,12 +37,13 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     if not steps:
         return Comparison(code=NOT_COMPARABLE, headline=no_step(one, other))
     if differences := list(_first_inexact(one, other, steps)):
-        first, *others = differences
+        (kind, first), *others = differences
         different = Comparison(code=DIFFERENT, headline=first)
         if others:
             more = counted(len(others), "more difference")
             different.facts.append(f"{more} in that step")
-        if drew := a.drew | b.drew:
+        # weights, states and settings differ before random numbers are drawn
+        if (drew := a.drew | b.drew) and kind in _OF_FORWARD:
             where = f": {', '.join(b.drops[:4])}" if b.drops else ""
             different.leads.append(
                 f"random numbers are drawn in forward from step {min(drew)} on{where}. "
@@ -80,6 +81,8 @@ _NOT_EXACT = (*UPDATES, RESULT)
 weight of the next one."""
 _ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, **dict.fromkeys(_NOT_EXACT, 4)}
 """Kind of tensor -> its position in a step; weights and states come first."""
+_OF_FORWARD = (BUFFER, OUTPUT, GRADIENT, "gradient")
+"""Kinds that are read after the forward of a step."""
 
 
 def _is_exact(key: tuple[int, str, str]) -> bool:
@@ -114,27 +117,35 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
     return [key for key in keys if key[0] == end and key[1] not in _ORDER]
 
 
-def _first_inexact(one: Side, other: Side, steps: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence for each difference at the first step that differs.
+def _first_inexact(
+    one: Side, other: Side, steps: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    """Yield kind and sentence of each difference at the first step that differs.
 
-    If no step differs, the weights and states after the last step are compared.
+    The kind is "" for rows and settings. If no step differs, the weights and states
+    after the last step are compared.
     """
     a, b = one.run, other.run
     own = {name: name for _, name in a.settings}
     every = {**a.tensors, **b.tensors}
     for step in steps:
-        texts = list(other_inputs(one, other, own, step))
+        found = [("", text) for text in other_inputs(one, other, own, step)]
         mine, its = (_of_ranks(run, step) for run in (a, b))
         for side in () if mine == its else (one, other):
-            texts += step_on_ranks(side, step)
+            found += [("", text) for text in step_on_ranks(side, step)]
         keys = [key for key in every if key[0] == step and _is_exact(key)]
-        for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
-            texts += _unlike(one, other, key)
-        if texts:
-            yield from texts
+        for key in sorted(keys, key=_position):
+            found += [(key[1], text) for text in _unlike(one, other, key)]
+        if found:
+            yield from found
             return
     for key in _ends(a, b, steps):
-        yield from _unlike(one, other, key)
+        yield from ((key[1], text) for text in _unlike(one, other, key))
+
+
+def _position(key: Key) -> tuple[bool, int]:
+    """Return a sort key by which tensors that a forward changes come last."""
+    return key[1] in _OF_FORWARD, _ORDER.get(key[1], 0)
 
 
 def _of_ranks(run: Run, step: int) -> list[object]:

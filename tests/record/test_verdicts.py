@@ -933,6 +933,10 @@ def test_bits_are_compared_step_by_step() -> None:
     kernel = replace(run(), settings={(0, "a"): {"lr": 0.1, "fused": True}})
     assert compare_exactly(one, Side(name="mesh", run=kernel)).code == SAME
     drew = replace(other, drew=frozenset({1}), drops=("drop",))
+    # a weight differs before the forward of its step
+    assert not compare_exactly(one, Side(name="mesh", run=drew)).leads
+    drew = changed(drew, (1, "weight", "b"), digest=run().starts["b"][1].digest)
+    drew = changed(drew, (0, "gradient", "b"), digest=5)
     found = compare_exactly(one, Side(name="mesh", run=drew))
     assert found.leads[0].startswith("random numbers are drawn in forward from step 1")
     assert ": drop. A resumed job must restore" in found.leads[0]
