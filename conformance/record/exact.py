@@ -129,15 +129,15 @@ def _first_inexact(
     own = {name: name for _, name in a.settings}
     every = {**a.tensors, **b.tensors}
     for step in steps:
-        found = [("", text) for text in other_inputs(one, other, own, step)]
+        pairs = [("", text) for text in other_inputs(one, other, own, step)]
         mine, its = (_of_ranks(run, step) for run in (a, b))
         for side in () if mine == its else (one, other):
-            found += [("", text) for text in step_on_ranks(side, step)]
+            pairs += [("", text) for text in step_on_ranks(side, step)]
         keys = [key for key in every if key[0] == step and _is_exact(key)]
         for key in sorted(keys, key=_position):
-            found += [(key[1], text) for text in _unlike(one, other, key)]
-        if found:
-            yield from found
+            pairs += [(key[1], text) for text in _unlike(one, other, key)]
+        if pairs:
+            yield from pairs
             return
     for key in _ends(a, b, steps):
         yield from ((key[1], text) for text in _unlike(one, other, key))
