@@ -87,6 +87,8 @@ size once in 80 times. For two elements, it is below 1/16 once in 500 times."""
 FLIPS = 32
 """One in this many recorded numbers of an update may differ by any amount, if a job
 computes in 16 bits."""
+SMALL = 0.1
+"""Absolute factor below which a message has its first three digits that are not 0."""
 UPDATES = ("update", IDLE)
 KINDS = ("gradient", *UPDATES, BUFFER)
 
@@ -333,7 +335,8 @@ def _words(one: Side, mine: Whole, its: Whole, name: str, step: int, kind: str) 
     # a factor is named to three digits: it must explain nine tenths of a difference
     off = abs(factor - 1)
     if off >= 0.001 and rest <= min(0.01 * abs(factor), 0.1 * off):
-        return f"is {factor:.3f} x that of {one.name}"
+        digits = ".3f" if abs(factor) >= SMALL else ".3g"
+        return f"is {factor:{digits}} x that of {one.name}"
     before = one.run.tensors.get((step - 1, kind, name))
     if before is None or not before.is_finite or not before.norm:
         return ""

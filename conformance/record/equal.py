@@ -49,6 +49,7 @@ SKIPPED = (
     "batch, or from steps after fewer micro-batches"
 )
 RESUMED = ". If one job resumes the other at step N, record it with --first N"
+OTHER_DATA = ". If one job resumes the other, does it go on at its place in the data?"
 FREE = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "initial_lr"}
     | {"is_expert_parallel"}  # Megatron: tells which ranks hold the group
@@ -240,7 +241,7 @@ def other_inputs(
                 + _odd_ranks(other, step, mine)
                 + ". Give both the same data in the same order, for example without "
                 "shuffling"
-                + (RESUMED if not mine & its else "")
+                + ("" if mine & its else _resumed(one.run, other.run))
             )
         )
     different = [
@@ -254,6 +255,11 @@ def other_inputs(
             f"settings differ at step {step}: {key} of {name} is {_shown(mine)} in "
             f"{one.name} and {_shown(its)} in {other.name}{more}"
         )
+
+
+def _resumed(one: Run, other: Run) -> str:
+    """Return a hint for a resumed job that got none of the rows of the other one."""
+    return OTHER_DATA if min(*one.steps, *other.steps) else RESUMED
 
 
 def _counted(rows: Sized) -> str:

@@ -42,6 +42,11 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
         if others:
             more = counted(len(others), "more difference")
             different.facts.append(f"{more} in that step")
+            # an optimizer that lost its states may have lost its settings, too
+            firsts: dict[str, str] = {}
+            for each, text in differences:
+                firsts.setdefault(each, text)
+            different.facts += [*firsts.values()][1 : MORE + 1]
         # weights, states and settings differ before random numbers are drawn
         if (drew := a.drew | b.drew) and kind in _OF_FORWARD:
             where = f": {', '.join(b.drops[:4])}" if b.drops else ""
@@ -76,6 +81,8 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
     return comparison
 
 
+MORE = 3
+"""Largest number of further kinds of tensors of which a difference is shown."""
 _NOT_EXACT = (*UPDATES, RESULT)
 """Kinds that are not compared: an update has no digest, and the result of a step is the
 weight of the next one."""

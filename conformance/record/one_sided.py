@@ -98,7 +98,13 @@ def _unlike_steps(both: _Pair, step: int) -> Iterator[str]:
     if gradients[0] != gradients[1]:
         (has, its), (lacks, _) = _first(gradients, both)
         if not _does_nothing(has.run, step, its):
-            yield f"step {step}: {lacks.name} has no gradient of {named}"
+            gradient = has.run.tensors.get((step, "gradient", its))
+            is_zero = gradient is not None and not (gradient.largest or gradient.norm)
+            end = f". That of {has.name} is zero, and its optimizer moves the weight"
+            yield (
+                f"step {step}: {lacks.name} has no gradient of {named}"
+                f"{end if is_zero else ''}"
+            )
 
 
 def _first(does: Sequence[bool], both: _Pair) -> _Pair:

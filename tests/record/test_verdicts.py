@@ -21,6 +21,7 @@ from gradparity.conformance.record.compare import (
     compare,
 )
 from gradparity.conformance.record.differences import KINDS, _without_flips
+from gradparity.conformance.record.equal import OTHER_DATA, _resumed
 from gradparity.conformance.record.exact import compare_exactly
 from gradparity.conformance.record.files import (
     Call,
@@ -205,6 +206,7 @@ def test_a_step_without_noise_has_that_of_the_steps_before() -> None:
     ("factors", "words"),
     [
         ((0, 0.5), "is 0.500 x that of one"),
+        ((0, 1 / 65536), "is 1.53e-05 x that of one"),
         ((0, 1.01), "is 1.010 x that of one"),
         ((0, 0.0), "is zero"),
         ((0, 1.0001), ""),
@@ -937,6 +939,12 @@ def test_bits_are_compared_step_by_step() -> None:
     assert not compare_exactly(one, Side(name="mesh", run=drew)).leads
     drew = changed(drew, (1, "weight", "b"), digest=run().starts["b"][1].digest)
     drew = changed(drew, (0, "gradient", "b"), digest=5)
+    both = changed(drew, (0, "weight", "b"), digest=5)
+    assert compare_exactly(one, Side(name="mesh", run=both)).lines == [
+        "step 0: the weight of b has other bits",
+        "1 more difference in that step",
+        "step 0: the gradient of b has other bits",
+    ]
     found = compare_exactly(one, Side(name="mesh", run=drew))
     assert found.leads[0].startswith("random numbers are drawn in forward from step 1")
     assert ": drop. A resumed job must restore" in found.leads[0]
@@ -1107,6 +1115,9 @@ def test_rows_of_another_step_ask_for_the_first_step() -> None:
     found = against(other)
     assert found.code == NOT_COMPARABLE
     assert found.headline.endswith("record it with --first N")
+    tensors = {(s + 3, *key): each for (s, *key), each in run(4).tensors.items()}
+    later = replace(run(4), tensors=tensors, rows={3: frozenset({8, 9})})
+    assert _resumed(later, later) == OTHER_DATA
     fewer = replace(run(4), rows={0: frozenset({1}), 1: frozenset({1, 2})})
     assert "Fewer rows come from a step that" in against(fewer).headline
 
@@ -1432,7 +1443,7 @@ def test_zeros_that_move_nothing_are_as_good_as_no_gradient(moves: bool) -> None
     tensors = {k: w for k, w in ONE.run.tensors.items() if k != key}
     lacks = replace(ONE.run, tensors=tensors, without_gradient=frozenset({(0, "b")}))
     found = against(other, replace(ONE, run=lacks))
-    told = "step 0: one has no gradient of b"
+    told = "step 0: one has no gradient of b. That of mesh is zero, and its optimizer m"
     assert found.lines[0].startswith(told if moves else "same: "), found.lines
 
 
