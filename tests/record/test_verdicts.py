@@ -1115,7 +1115,10 @@ def test_rows_of_another_step_ask_for_the_first_step() -> None:
     found = against(other)
     assert found.code == NOT_COMPARABLE
     assert found.headline.endswith("record it with --first N")
-    tensors = {(s + 3, *key): each for (s, *key), each in run(4).tensors.items()}
+    tensors = {
+        (step + 3, kind, name): each
+        for (step, kind, name), each in run(4).tensors.items()
+    }
     later = replace(run(4), tensors=tensors, rows={3: frozenset({8, 9})})
     assert _resumed(later, later) == OTHER_DATA
     fewer = replace(run(4), rows={0: frozenset({1}), 1: frozenset({1, 2})})
