@@ -296,18 +296,17 @@ def _odd_ranks(side: Side, step: int, theirs: frozenset[int]) -> str:
         step: step at which rows differ.
         theirs: all rows of the other side.
     """
-    of_ranks = side.run.rows_of_ranks.get(step, {})
-    ranks_by_rows: dict[frozenset[int], list[int]] = {}
-    for rank, rows in of_ranks.items():
-        ranks_by_rows.setdefault(rows, []).append(rank)
+    of_ranks = side.run.rows_of_ranks[step]
     odd = [rank for rank, rows in of_ranks.items() if not rows <= theirs]
     if odd and len(odd) < len(of_ranks):
         return f". {rank_list(odd).capitalize()} of {side.name} got other rows"
     if odd or not side.run.rows[step] < theirs:
         return ""
-    same = next((each for each in ranks_by_rows.values() if len(each) > 1), None)
-    if same is None:
+    sets = [*of_ranks.values()]
+    repeated = next((each for each in sets if sets.count(each) > 1), None)
+    if repeated is None:
         return SKIPPED
+    same = [rank for rank, rows in of_ranks.items() if rows == repeated]
     ranks = f"{rank_list(same).capitalize()} of {side.name}"
     return f". {ranks} got the same rows: are they data parallel?{SKIPPED[1:]}"
 

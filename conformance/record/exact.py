@@ -42,13 +42,13 @@ def compare_exactly(one: Side, other: Side) -> Comparison:
         if others:
             more = counted(len(others), "more difference")
             different.facts.append(f"{more} in that step")
-            # an optimizer that lost its states may have lost its settings, too
+            # a resumed job may have lost its settings and the states of its optimizer
             firsts: dict[str, str] = {}
             for each, text in differences:
                 firsts.setdefault(each, text)
             different.facts += [*firsts.values()][1 : MORE + 1]
         # weights, states and settings differ before random numbers are drawn
-        if (drew := a.drew | b.drew) and kind in _OF_FORWARD:
+        if (drew := a.drew | b.drew) and kind in _ORDER:
             where = f": {', '.join(b.drops[:4])}" if b.drops else ""
             different.leads.append(
                 f"random numbers are drawn in forward from step {min(drew)} on{where}. "
@@ -86,10 +86,9 @@ MORE = 3
 _NOT_EXACT = (*UPDATES, RESULT)
 """Kinds that are not compared: an update has no digest, and the result of a step is the
 weight of the next one."""
-_ORDER = {OUTPUT: 1, GRADIENT: 2, "gradient": 3, **dict.fromkeys(_NOT_EXACT, 4)}
-"""Kind of tensor -> its position in a step; weights and states come first."""
-_OF_FORWARD = (BUFFER, OUTPUT, GRADIENT, "gradient")
-"""Kinds that are read after the forward of a step."""
+_ORDER = {BUFFER: 1, OUTPUT: 2, GRADIENT: 3, "gradient": 4}
+"""Kind of tensor that is read after the forward of a step -> its position in the step.
+Weights and states are read before, and come first."""
 
 
 def _is_exact(key: tuple[int, str, str]) -> bool:
@@ -121,7 +120,8 @@ def _ends(a: Run, b: Run, steps: Sequence[int]) -> list[Key]:
         # by the next step, the job has moved buffers and written copies back
         moved = (BUFFER, ORIGINAL)
         keys = [key for key in a.tensors if key in b.tensors and key[1] not in moved]
-    return [key for key in keys if key[0] == end and key[1] not in _ORDER]
+    left_out = {*_ORDER, *_NOT_EXACT} - {BUFFER}
+    return [key for key in keys if key[0] == end and key[1] not in left_out]
 
 
 def _first_inexact(
@@ -141,18 +141,13 @@ def _first_inexact(
         for side in () if mine == its else (one, other):
             pairs += [("", text) for text in step_on_ranks(side, step)]
         keys = [key for key in every if key[0] == step and _is_exact(key)]
-        for key in sorted(keys, key=_position):
+        for key in sorted(keys, key=lambda key: _ORDER.get(key[1], 0)):
             pairs += [(key[1], text) for text in _unlike(one, other, key)]
         if pairs:
             yield from pairs
             return
     for key in _ends(a, b, steps):
         yield from ((key[1], text) for text in _unlike(one, other, key))
-
-
-def _position(key: Key) -> tuple[bool, int]:
-    """Return a sort key by which tensors that a forward changes come last."""
-    return key[1] in _OF_FORWARD, _ORDER.get(key[1], 0)
 
 
 def _of_ranks(run: Run, step: int) -> list[object]:

@@ -142,7 +142,7 @@ class Forwards:
                 return
             position = self._forget_parts(module, ids)
             self.inner |= ids
-            # a job may call the module that DDP wraps, too
+            # a job may also call the module inside of DDP
             is_wrapper = isinstance(module, DistributedDataParallel)
             model: nn.Module = module.module if is_wrapper else module  # type: ignore[assignment]  # that of DDP is a module
             self.roots.called.insert(position, model)
@@ -171,8 +171,8 @@ class Forwards:
             if self.blocks is not None:
                 self.blocks.remove()
         self.outer -= ids
-        parts = [each for each in called if id(each) in ids]
-        position = called.index(parts[0]) if parts else len(called)
+        is_part = [id(each) in ids for each in called]
+        position = [*is_part, True].index(True)
         called[:] = [each for each in called if id(each) not in ids]
         return position
 

@@ -7,7 +7,6 @@ of the initial weights, and tensors that cannot be verified are not compared.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from .parts import (
     place,
     range_of,
 )
-from .roots import Roots
+from .roots import Roots, living
 from .torch_internals import parameters_in
 
 __all__ = ["copies_of", "find_copies", "fp32_range_of", "parts_of"]
@@ -97,17 +96,14 @@ def find_copies(model: nn.Module, roots: Roots) -> None:
     the parameter's dtype. Parameters with equal values, such as zeros, have their
     copies in the order of the model.
     """
-    objects = gc.get_objects()
-    # isinstance would create the object behind a lazy proxy
-    optimizers = [each for each in objects if issubclass(type(each), Optimizer)]
+    optimizers = living(Optimizer)
     groups = [g for each in optimizers for g in getattr(each, "param_groups", ())]
     stepped = {id(p): p for group in groups for p in group["params"]}
     left = [p for p in model.parameters() if p.requires_grad and id(p) not in stepped]
     left = [p for p in left if fp32_range_of(p) is None]
     if not left or not stepped:
         return
-    modules = [each for each in objects if issubclass(type(each), nn.Module)]
-    named = {id(p) for each in modules for p in parameters_in(each)}
+    named = {id(p) for each in living(nn.Module) for p in parameters_in(each)}
     roots.learn(model)
     named |= {id(copy) for copy, _, _ in copies_of(roots)}
     for copy in (p for p in stepped.values() if id(p) not in named):

@@ -40,8 +40,8 @@ class Run:
     tensors: Mapping[Key, Whole]
     settings: Mapping[tuple[int, str], Mapping[str, Any]]
     """(step, parameter) -> settings of its param group, such as the rate."""
-    rows: Mapping[int, frozenset[int]]
-    """Step -> digests of the rows of the model's inputs, on all ranks."""
+    rows_of_ranks: Mapping[int, Mapping[int, frozenset[int]]]
+    """Step -> rank -> digests of the rows of the model's inputs."""
     unpadded: Mapping[int, Mapping[int, Sequence[int]]]
     """Two digests without padding of each row of tokens, by step and by the row's
     digest."""
@@ -85,10 +85,6 @@ class Run:
     skipping: Mapping[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     """(step, parameter) -> ranks that skip the step for an inf, although others step
     the parameter."""
-    rows_of_ranks: Mapping[int, Mapping[int, frozenset[int]]] = field(
-        default_factory=dict
-    )
-    """Step -> rank -> digests of the rows of the model's inputs."""
     counts: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     """Step -> rank -> number of its rows."""
     repeated: Mapping[int, int] = field(default_factory=dict)
@@ -111,6 +107,14 @@ class Run:
         """Recorded steps in order; includes steps in which no tensor had a gradient."""
         steps = {step for step, kind, _ in self.tensors if kind == "gradient"}
         return sorted(steps.union(step for step, _ in self.without_gradient))
+
+    @cached_property
+    def rows(self) -> dict[int, frozenset[int]]:
+        """Step -> digests of the rows of the model's inputs, on all ranks."""
+        return {
+            step: frozenset[int]().union(*of_ranks.values())
+            for step, of_ranks in self.rows_of_ranks.items()
+        }
 
     @cached_property
     def starts(self) -> dict[str, tuple[int, Whole]]:
@@ -214,10 +218,6 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         for name in call.without_gradient
     }
     first, inputs = ranks[min(ranks)], inputs_of(ranks)
-    rows_of_ranks = {
-        step: {rank: every_row(rows) for rank, rows in by_rank.items()}
-        for step, by_rank in inputs.items()
-    }
     stepped = {name for _, kind, name in whole if kind == "weight"}
     settings: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
     skipping: dict[tuple[int, str], set[int]] = {}
@@ -245,11 +245,10 @@ def read_merged(*folders: Path, exact: bool = False) -> Run:
         },
         left={n: tuple(ranks) for n, ranks in unstepped.items() if n in stepped},
         absent=_absent(settings, ranks),
-        rows={
-            step: frozenset[int]().union(*by_rank.values())
-            for step, by_rank in rows_of_ranks.items()
+        rows_of_ranks={
+            step: {rank: every_row(rows) for rank, rows in by_rank.items()}
+            for step, by_rank in inputs.items()
         },
-        rows_of_ranks=rows_of_ranks,
         counts={
             step: {rank: sum(map(len, rows)) for rank, rows in by_rank.items()}
             for step, by_rank in inputs.items()

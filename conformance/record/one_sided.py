@@ -98,8 +98,7 @@ def _unlike_steps(both: _Pair, step: int) -> Iterator[str]:
     if gradients[0] != gradients[1]:
         (has, its), (lacks, _) = _first(gradients, both)
         if not _does_nothing(has.run, step, its):
-            gradient = has.run.tensors.get((step, "gradient", its))
-            is_zero = gradient is not None and not (gradient.largest or gradient.norm)
+            is_zero = _has_zero_gradient(has.run, step, its)
             end = f". That of {has.name} is zero, and its optimizer moves the weight"
             yield (
                 f"step {step}: {lacks.name} has no gradient of {named}"
@@ -206,8 +205,12 @@ def changed_between(
 
 def _does_nothing(run: Run, step: int, name: str) -> bool:
     """Return True if a gradient is zero and the step does not move the weight."""
-    gradient = run.tensors.get((step, "gradient", name))
     before, after = (run.tensors.get((s, "weight", name)) for s in (step, step + 1))
-    if gradient is None or before is None or after is None:
+    if before is None or after is None or before.digest != after.digest:
         return False
-    return not gradient.largest and before.digest == after.digest
+    return _has_zero_gradient(run, step, name)
+
+
+def _has_zero_gradient(run: Run, step: int, name: str) -> bool:
+    gradient = run.tensors.get((step, "gradient", name))
+    return gradient is not None and not (gradient.largest or gradient.norm)

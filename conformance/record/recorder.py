@@ -9,7 +9,6 @@ until the last recorded step. An error of the recorder is noted, and the job goe
 from __future__ import annotations
 
 import atexit
-import gc
 import inspect
 import math
 import os
@@ -38,7 +37,7 @@ from .forwards import Forwards
 from .modules import is_traced
 from .orders import LATE, ORDERS, TWICE, Orders, Unrecorded
 from .reading import State, Step, dense
-from .roots import Places, Roots
+from .roots import Places, Roots, living
 from .steps import StepHooks, parameters_of
 from .torch_internals import around_clipping, scale_of
 from .weights import nudge_gradients
@@ -275,8 +274,7 @@ class Recorder:
                 self.begun |= {(id(optimizer), part.key) for part in step.start.parts}
         if self.calls[number] == self.steps.stop:
             if self.others is None:
-                every = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-                self.others = [weakref.ref(each) for each in every]
+                self.others = [weakref.ref(each) for each in living(Optimizer)]
             with self.noting("the weights after the last step"), torch.no_grad():
                 self.finals.append((number, self._state_of(optimizer)))
         if self._is_complete():

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from .kept import Box
 from .parts import HiddenLayoutError, Piece, bare, has_plain_bits, place, trains
 from .torch_internals import buffers_of, children_of
 
-__all__ = ["Places", "Roots"]
+__all__ = ["Places", "Roots", "living"]
 
 NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 STATISTICS = "running_mean", "running_var"
@@ -31,6 +31,16 @@ Range = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 Places = Callable[[str, nn.Parameter], Place | list[Place] | list[Range] | None]
 """Maps (name, parameter) to its place; None: take the layout from the tensor. If a
 tensor consists of several ranges, one after the other, the result is a list."""
+
+T = TypeVar("T")
+
+
+def living(kind: type[T]) -> list[T]:
+    """Return the objects of a type in this process, by a scan of all objects.
+
+    ``isinstance`` would create the object behind a lazy proxy.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 class Roots:
@@ -82,8 +92,7 @@ class Roots:
         if unknown.keys() <= self.searched.keys():
             return
         self.searched |= unknown
-        # isinstance would create the object behind a lazy proxy
-        modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+        modules = living(nn.Module)
         children = {id(child) for m in modules for child in children_of(m)}
         roots = [m for m in modules if id(m) not in children and trains(m)]
         self.modules = []
@@ -321,5 +330,4 @@ def _distributed_optimizers() -> list[Any]:
     module = sys.modules.get("megatron.core.optimizer.distrib_optimizer")
     if module is None:
         return []
-    kind = module.DistributedOptimizer
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return living(module.DistributedOptimizer)

@@ -80,7 +80,9 @@ def test_choosing_stopping_and_trying_again(pytester: pytest.Pytester) -> None:
     assert "1 of 3 planned cases were run" in read_report(report).incomplete
 
 
-def apart(folder: Path, *options: str, scaler: str = PLAIN) -> "subprocess.Popen[str]":
+def new_session(
+    folder: Path, *options: str, scaler: str = PLAIN
+) -> "subprocess.Popen[str]":
     """Start a session in a new process group; a variable marks its processes."""
     words = ["-m", "pytest", "-q", f"--gradparity-scaler={scaler}", *options]
     return subprocess.Popen(
@@ -133,7 +135,7 @@ def test_an_interrupt_leaves_a_report_and_no_process(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:
     report = tmp_path / "parity-report" / "report.jsonl"
-    session = apart(tmp_path, *QUICK, *workers)
+    session = new_session(tmp_path, *QUICK, *workers)
     wait_until(lambda: lines(report) >= 3)  # the header and two cases
     assert len(marked(tmp_path)) > 1  # ranks there are
     os.killpg(session.pid, signal.SIGINT)  # as a terminal does it
@@ -146,25 +148,32 @@ def test_an_interrupt_leaves_a_report_and_no_process(
 
 
 @pytest.mark.slow
-def test_under_xdist_a_crashed_worker_costs_its_case_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("crashes", [False, True])
+def test_under_xdist_a_crashed_worker_costs_its_case_alone(
+    crashes: bool, tmp_path: Path
+) -> None:
     (tmp_path / "conftest.py").write_text(
         "import os, pathlib\n"
         "def pytest_runtest_setup(item):\n"
         "    mark = pathlib.Path('crashed')\n"
-        "    if 'single' in item.name and not mark.exists():\n"
+        f"    if {crashes} and 'single' in item.name and not mark.exists():\n"
         "        mark.touch()\n"
         "        os._exit(1)\n"
     )
     options = [*chosen(*SCENARIOS, FSDP), "-n", "2", "--junitxml=j.xml"]
-    session = apart(tmp_path, *options, scaler=NEVER)
+    session = new_session(tmp_path, *options, scaler=NEVER)
     output = session.communicate()[0]
     assert session.returncode == 1, output
-    assert "crashed while running" in output and "INTERNALERROR" not in output
+    assert "INTERNALERROR" not in output
     assert "agreement.scale: step 1: rank 0 scale 1024" in output
     assert f"FAILED gradparity::{FSDP}" in output
     found = read_report(tmp_path / "parity-report" / "report.jsonl")
     statuses = {case.scenario: case.status for case in found.cases}
-    assert statuses.keys() == {SCENARIOS[1], FSDP} and statuses[FSDP] == "fail"
-    assert found.header.planned == 3 and "planned cases were run" in found.incomplete
+    assert statuses.keys() == {*SCENARIOS[crashes:], FSDP}
+    assert statuses[FSDP] == "fail" and found.header.planned == 3
+    assert ("crashed while running" in output) == crashes
+    assert ("planned cases were run" in found.incomplete) == crashes
+    if not crashes:
+        assert found.incomplete == "" and "Traceback" not in output
     assert 'tests="3"' in (tmp_path / "j.xml").read_text()
     wait_until(lambda: not marked(tmp_path))

@@ -150,6 +150,8 @@ def test_ranks_of_a_group(two: Cluster) -> None:
 def test_private_names_of_recording_work() -> None:
     outer = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert list(of_recording.children_of(outer)) == [outer[0]]
+    own = map(id, of_recording.parameters_in(outer[0]))
+    assert [*own] == [*map(id, outer.parameters())]
     calls, layer = list[str](), torch.nn.Linear(2, 2)
     layer.compile(backend="eager")
     of_recording.around_compiled(

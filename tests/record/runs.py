@@ -1,6 +1,6 @@
 """Made-up runs of a job of three tensors, and their comparison."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,13 @@ def whole(values: Any, digest: int) -> Whole:
     )
 
 
+def on_rank_0(
+    rows: Mapping[int, Iterable[int]],
+) -> dict[int, dict[int, frozenset[int]]]:
+    """Return rows by step as those of one rank."""
+    return {step: {0: frozenset(each)} for step, each in rows.items()}
+
+
 def values(step: int, name: str, draw: int = 0) -> Any:
     """Return a gradient, with other noise for each ``draw``, and no noise for 0."""
     true = np.random.default_rng([step, *name.encode()]).normal(size=SIZE)
@@ -50,7 +57,7 @@ def run(draw: int = 0, names: Sequence[str] = NAMES, steps: int = 2) -> Run:
         settings={
             (s, n): {"lr": 0.1, "fused": None} for s in range(steps) for n in names
         },
-        rows={s: frozenset({1, 2}) for s in range(steps)},
+        rows_of_ranks=on_rank_0({s: {1, 2} for s in range(steps)}),
         unpadded={},
         sums={},
         bags={},

@@ -169,7 +169,7 @@ def test_a_side_that_steps_its_own_weights_may_be_the_reference(tmp_path: Path) 
 
 
 def nudged_shards(folder: str) -> None:
-    """Record one step of a sharded model whose copies are sharded, too."""
+    """Record one step of a sharded model with sharded copies."""
     torch.manual_seed(0)
     model = nn.Linear(6, 5, bias=False, dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (2,))

@@ -43,6 +43,7 @@ from gradparity.tests.record.runs import (
     against,
     changed,
     nudged,
+    on_rank_0,
     run,
     values,
     whole,
@@ -369,8 +370,16 @@ def test_noise_as_large_as_every_tensor_decides_nothing() -> None:
     ("number", "again", "words"),
     [
         (0, changed(run(1), (0, "weight", "b"), digest=7), "other values of b"),
-        (0, replace(run(1), rows={0: frozenset({1, 3})}), "other rows at step 0"),
-        (1, replace(run(2), rows={1: frozenset({1, 3})}), "other rows at step 1"),
+        (
+            0,
+            replace(run(1), rows_of_ranks=on_rank_0({0: {1, 3}})),
+            "other rows at step 0",
+        ),
+        (
+            1,
+            replace(run(2), rows_of_ranks=on_rank_0({1: {1, 3}})),
+            "other rows at step 1",
+        ),
         (2, run(3, steps=1), "has no step 1"),
     ],
 )
@@ -457,18 +466,19 @@ def test_ranks_that_begin_otherwise_are_named() -> None:
 
 
 def test_rows_in_pieces_with_the_same_tokens_are_the_same_rows() -> None:
-    rows = {0: frozenset({1, 2}), 1: frozenset({5, 6, 7, 8})}
+    rows = on_rank_0({0: {1, 2}, 1: {5, 6, 7, 8}})
     one = replace(ONE, run=replace(run(), bags={1: [77]}))
-    found = against(replace(run(4), rows=rows, bags={1: [77]}), one)
+    found = against(replace(run(4), rows_of_ranks=rows, bags={1: [77]}), one)
     assert found.code == SAME
     assert (
         "rows: equal at 2 of 2 steps; at 1 only as a whole, cut in other pieces"
         in found.lines
     )
     assert (
-        against(replace(run(4), rows=rows, bags={1: [78]}), one).code == NOT_COMPARABLE
+        against(replace(run(4), rows_of_ranks=rows, bags={1: [78]}), one).code
+        == NOT_COMPARABLE
     )
-    assert against(replace(run(4), rows=rows)).code == NOT_COMPARABLE
+    assert against(replace(run(4), rows_of_ranks=rows)).code == NOT_COMPARABLE
 
 
 @pytest.mark.parametrize(
@@ -496,8 +506,8 @@ def test_inputs_in_pieces_are_compared_one_by_one(
     mine: dict[int, Any], its: dict[int, Any], has_tokens: bool, code: int
 ) -> None:
     given = replace(run(), bags=mine, has_tokens=has_tokens)
-    rows = {0: frozenset({1, 2}), 1: frozenset({5, 6, 7, 8})}
-    other = replace(run(4), rows=rows, bags=its, has_tokens=has_tokens)
+    rows = on_rank_0({0: {1, 2}, 1: {5, 6, 7, 8}})
+    other = replace(run(4), rows_of_ranks=rows, bags=its, has_tokens=has_tokens)
     assert against(other, replace(ONE, run=given)).code == code
 
 
@@ -687,7 +697,7 @@ def all_other() -> Run:
             "starts differ: 1 of 3 tensors began with other values, a first. Begin",
         ),
         (
-            replace(run(4), rows={0: frozenset({1, 2}), 1: frozenset({1, 3})}),
+            replace(run(4), rows_of_ranks=on_rank_0({0: {1, 2}, 1: {1, 3}})),
             NOT_COMPARABLE,
             "rows differ at step 1: the model was given 2 rows in one and 2 rows in "
             "mesh, 1 of them on both sides",
@@ -857,10 +867,8 @@ def test_a_tensor_that_is_tied_on_one_side_may_be_a_copy_on_the_other() -> None:
 
 
 def test_unequal_replicas_are_told_before_the_rows_that_they_compute() -> None:
-    mixed = replace(run(4), rows={0: frozenset({1}), 1: frozenset({2})})
-    one = replace(
-        ONE, run=replace(ONE.run, rows={0: frozenset({1}), 1: frozenset({3})})
-    )
+    mixed = replace(run(4), rows_of_ranks=on_rank_0({0: {1}, 1: {2}}))
+    one = replace(ONE, run=replace(ONE.run, rows_of_ranks=on_rank_0({0: {1}, 1: {3}})))
     assert against(mixed, one).lines[0].startswith("rows differ at step 1")
     for step, start in ((1, "step 1: replicas of a"), (2, "rows differ at step 1")):
         unlike = replace(mixed, replicas={(step, "weight", "a"): (1,)})
@@ -1111,7 +1119,7 @@ def test_the_update_of_a_scalar_is_compared_in_16_bits() -> None:
 
 
 def test_rows_of_another_step_ask_for_the_first_step() -> None:
-    other = replace(run(4), rows={0: frozenset({3, 4}), 1: frozenset({5, 6})})
+    other = replace(run(4), rows_of_ranks=on_rank_0({0: {3, 4}, 1: {5, 6}}))
     found = against(other)
     assert found.code == NOT_COMPARABLE
     assert found.headline.endswith("record it with --first N")
@@ -1119,9 +1127,9 @@ def test_rows_of_another_step_ask_for_the_first_step() -> None:
         (step + 3, kind, name): each
         for (step, kind, name), each in run(4).tensors.items()
     }
-    later = replace(run(4), tensors=tensors, rows={3: frozenset({8, 9})})
+    later = replace(run(4), tensors=tensors, rows_of_ranks=on_rank_0({3: {8, 9}}))
     assert _resumed(later, later) == OTHER_DATA
-    fewer = replace(run(4), rows={0: frozenset({1}), 1: frozenset({1, 2})})
+    fewer = replace(run(4), rows_of_ranks=on_rank_0({0: {1}, 1: {1, 2}}))
     assert "Fewer rows come from a step that" in against(fewer).headline
 
 
@@ -1136,9 +1144,8 @@ def test_rows_of_another_step_ask_for_the_first_step() -> None:
 )
 def test_ranks_whose_rows_differ_are_named(of_ranks: list[set[int]], told: str) -> None:
     by_rank = dict(enumerate(map(frozenset, of_ranks)))
-    rows = frozenset[int]().union(*of_ranks)
-    whole = replace(ONE.run, rows={0: frozenset({1, 2, 3, 4})})
-    other = replace(run(4), rows={0: rows}, rows_of_ranks={0: by_rank})
+    whole = replace(ONE.run, rows_of_ranks=on_rank_0({0: {1, 2, 3, 4}}))
+    other = replace(run(4), rows_of_ranks={0: by_rank})
     found = against(other, replace(ONE, run=whole))
     assert found.code == NOT_COMPARABLE and told in found.headline
 
@@ -1191,17 +1198,17 @@ def test_rows_that_the_job_computes_may_differ_by_rounding(
     mine = {**data, 2: (2.0, 1.0, 0.3, -0.7)}
     its = {**data, 3: tuple(factor * x for x in mine[2])}
     one, other = (
-        replace(side, rows={0: frozenset(sums)}, sums={0: sums})
+        replace(side, rows_of_ranks=on_rank_0({0: sums}), sums={0: sums})
         for side, sums in ((run(), mine), (run(4), its))
     )
     found = against(other, Side(name="one", run=one, noisy=ONE.noisy))
     assert found.code == code, found.lines
     told = "at 1 up to rounding: the job computed some of them"
     assert any(told in line for line in found.lines) == (code == SAME)
-    fewer = replace(other, rows={0: frozenset(data)}, sums={0: data})
+    fewer = replace(other, rows_of_ranks=on_rank_0({0: data}), sums={0: data})
     assert against(fewer, Side(name="one", run=one)).code == NOT_COMPARABLE
     far = {**mine, 4: (9.0, 5.0, -3.0, 2.0)}  # no row of the other side is near it
-    more = replace(one, rows={0: frozenset(far)}, sums={0: far})
+    more = replace(one, rows_of_ranks=on_rank_0({0: far}), sums={0: far})
     assert against(other, Side(name="one", run=more)).code == NOT_COMPARABLE
 
 
@@ -1419,7 +1426,7 @@ def test_rows_may_have_other_padding() -> None:
     )
     for mine, its, code in given:
         one, other = (
-            replace(side, rows={0: frozenset(rows)}, unpadded={0: rows})
+            replace(side, rows_of_ranks=on_rank_0({0: rows}), unpadded={0: rows})
             for side, rows in ((run(), mine), (run(4), its))
         )
         found = against(other, replace(ONE, run=one))
@@ -1654,8 +1661,8 @@ def test_shards_of_all_weights_are_named_where_no_step_was_recorded() -> None:
 def test_a_rank_with_the_rows_of_two_steps_is_named(
     counts: dict[int, int], is_named: bool
 ) -> None:
-    one = replace(ONE, run=replace(ONE.run, rows={1: frozenset({1, 2})}))
-    mesh = replace(run(4), rows={1: frozenset({1, 2, 3})}, counts={1: counts})
+    one = replace(ONE, run=replace(ONE.run, rows_of_ranks=on_rank_0({1: {1, 2}})))
+    mesh = replace(run(4), rows_of_ranks=on_rank_0({1: {1, 2, 3}}), counts={1: counts})
     (line, *_) = against(mesh, one).lines
     assert ("does it leave out an earlier step?" in line) is is_named
     assert ("without shuffling" in line) is not is_named

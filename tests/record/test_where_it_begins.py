@@ -16,7 +16,7 @@ from gradparity.conformance.record.compare import (
 )
 from gradparity.conformance.record.merge import Run
 from gradparity.conformance.record.modules import GRADIENT, OUTPUT
-from gradparity.tests.record.runs import changed, nudged, run, values, whole
+from gradparity.tests.record.runs import changed, nudged, on_rank_0, run, values, whole
 
 BLOCKS = ("first", "second", "third")
 WRONG = {("gradient", "b"): 1.5}
@@ -147,7 +147,9 @@ def without(other: Run, kind: str) -> Run:
     [
         (
             lambda other: replace(
-                other, rows={s: frozenset({3}) for s in range(2)}, bags={0: [1], 1: [1]}
+                other,
+                rows_of_ranks=on_rank_0({s: {3} for s in range(2)}),
+                bags={0: [1], 1: [1]},
             ),
             "not known, rows are in other pieces or have other bits",
         ),
